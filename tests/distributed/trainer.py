@@ -1,9 +1,10 @@
-"""Compare Trainer packed in two processes with Trainer padded in one: ``trainer.py ENGINE [budget] OUT [REFERENCE]``.
+"""Compare Trainer packed in two processes with Trainer padded in one.
 
-ENGINE is ddp, zero2 or zero3. With ``budget``, each process cuts its batches into passes, of which it needs another
-number than the other process. With REFERENCE the script is run by torchrun and writes its finding to OUT. Without
-REFERENCE one process trains an unpatched model and writes its losses and weights to OUT. It accumulates twice as many
-batches, so that every step has the same examples.
+``trainer.py ENGINE [budget] [weights] OUT [REFERENCE]``: ENGINE is ddp, zero2 or zero3. With ``budget``, each process
+cuts its batches into passes, of which it needs another number than the other process. With ``weights``, tokens weigh
+differently in the loss, and a fifth of them is not in it. With REFERENCE the script is run by torchrun and writes its
+finding to OUT. Without REFERENCE one process trains an unpatched model and writes its losses and weights to OUT. It
+accumulates twice as many batches, so that every step has the same examples.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from ranks import finish, of_every_rank, whole_weights
-from stage import Stage, furthest, largest_relative_difference, packed, padded, tiny_llama, weights
+from stage import IGNORED, Stage, furthest, largest_relative_difference, packed, padded, tiny_llama, tokens, weights
 from transformers import Trainer, TrainerCallback
 
 import fa2patch
@@ -31,13 +32,14 @@ BUDGET = 200
 
 
 def main(engine: str, *told: str) -> None:
-    budget = "budget" in told
-    out, reference = (*told[budget:], "")[:2]
+    budget, weighed = "budget" in told, "weights" in told
+    out, reference = (*told[budget + weighed :], "")[:2]
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     stage = Stage(trl=False)
     if not reference:
-        run = stage.run(tiny_llama(), padded, patched=False, steps=STEPS, gradient_accumulation_steps=2 * ACCUMULATED)
+        given = {"gradient_accumulation_steps": 2 * ACCUMULATED, "kind": Weighted if weighed else Trainer}
+        run = stage.run(tiny_llama(), padded, patched=False, steps=STEPS, **given)
         torch.save({"losses": run["losses"], "weights": weights(run["model"])}, out)
         return
     between = Between(packed(stage.examples(stage.train[:8])))
@@ -49,7 +51,7 @@ def main(engine: str, *told: str) -> None:
     def collate(features: Any) -> Any:
         lengths = np.array([len(one["input_ids"]) for one in features])
         costs.append(float(fa2patch.packing.example_costs(lengths).sum()))
-        return packed(features)
+        return packed_with_weights(features) if weighed else packed(features)
 
     run = stage.run(tiny_llama(), collate, patched=True, steps=STEPS, **given)
     trainer = run["trainer"]
@@ -77,6 +79,34 @@ def main(engine: str, *told: str) -> None:
         finding["zero_stage"] = trainer.model_wrapped.zero_optimization_stage()
         finding["ok"] = finding["ok"] and f"zero{finding['zero_stage']}" == engine
     finish(out, finding)
+
+
+def weights_of(ids: torch.Tensor) -> torch.Tensor:
+    """How much tokens count in the loss, float32 of the same shape."""
+    return (ids % 5).float() / 2
+
+
+def packed_with_weights(features: Any) -> dict[str, Any]:
+    """One row, with the weights as a column of its examples."""
+    given = [{**one, "loss_weights": weights_of(torch.tensor(one["input_ids"])).tolist()} for one in tokens(features)]
+    return fa2patch.DataCollatorWithFlattening(loss_weights="token")(given)
+
+
+class Weighted(Trainer):
+    """The loss of padded batches, weighed, and divided by the tokens of the whole step that have a weight."""
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """Take out of the labels what has no weight, before the step's labels are counted."""
+        batches, _ = super().get_batch_samples(*args, **kwargs)
+        for batch in batches:
+            batch["labels"][weights_of(batch["labels"]) == 0] = IGNORED
+        return batches, sum(int((batch["labels"] != IGNORED).sum()) for batch in batches)
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, num_items_in_batch: Any = None, **kwargs: Any) -> Any:
+        labels = inputs["labels"][:, 1:]
+        logits = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits[:, :-1]
+        losses = torch.nn.functional.cross_entropy(logits.mT, labels, reduction="none")
+        return (losses * weights_of(labels)).sum() / num_items_in_batch
 
 
 def imbalances(costs: list[float]) -> list[float]:

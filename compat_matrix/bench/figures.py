@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import sys
 from collections.abc import Mapping
@@ -61,8 +62,15 @@ def processor() -> str:
 
 def write(file: Path, found: Result) -> None:
     """Write a result as indented JSON and create the folder if needed."""
+    write_text(file, json.dumps(found, indent=1) + "\n")
+
+
+def write_text(file: Path, text: str) -> None:
+    """Write a file whole or not at all: a process that is killed meanwhile leaves the old one."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    made = file.with_name(f".{file.name}.{os.getpid()}")
+    made.write_text(text, encoding="utf-8")
+    made.replace(file)
 
 
 def read(file: Path) -> Result:

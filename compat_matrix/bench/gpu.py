@@ -19,7 +19,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,27 +79,32 @@ class Job:
 
 
 def run_all(
-    jobs: list[Job], out: Path, header: Mapping[str, Any], shares: Mapping[str, float], seconds: float
-) -> dict[str, Any]:
+    jobs: list[Job], out: Path, header: Mapping[str, Any], shares: Mapping[str, float], seconds: float,
+    report: Callable[[dict[str, Any]], object] = len,
+) -> dict[str, Any]:  # fmt: skip
     """Run the jobs without a record until time is up; return the records of all that are done, by stage and name.
 
-    ``shares`` are those of the stages. What a stage does not use goes to the next one.
+    ``shares`` are those of the stages. What a stage does not use goes to the next one. ``report`` is called with these
+    records before the first job that runs, and after each.
     """
     until = time.monotonic() + seconds
-    records: dict[str, Any] = {}
-    for place, job in enumerate(jobs):
-        file = job.record(out)
-        record = figures.read(file) if file.exists() else {"done": False}
-        later = sum(shares[stage] for stage in {other.stage for other in jobs[place + 1 :]} - {job.stage})
+    files = {f"{job.stage}, {job.name}": job.record(out) for job in jobs}
+    records: dict[str, Any] = {name: figures.read(file) for name, file in files.items() if file.exists()}
+    report(records)
+    for place, job in [*enumerate(jobs)] * 2:  # the second time in what the last stage has left
+        if f"{job.stage}, {job.name}" in records:
+            continue
+        left = [other for other in jobs[place + 1 :] if f"{other.stage}, {other.name}" not in records]
+        later = sum(shares[stage] for stage in {other.stage for other in left} - {job.stage})
         mine = until - time.monotonic() - later * seconds / sum(shares.values())
-        if not record["done"] and mine > max(5, job.start + 15 * bool(job.start)):
+        if mine > max(5, job.start + 15 * bool(job.start)):
             print(f"{place + 1} of {len(jobs)}: {job.stage}, {job.name}", file=sys.stderr, flush=True)
-            beside = sum(other.stage == job.stage for other in jobs[place:])
+            beside = 1 + sum(other.stage == job.stage for other in left)
             record = job.run(mine / beside if job.most is None else mine)
             if record["done"]:
-                figures.write(file, {**header, **record})
-        if record["done"]:
-            records[f"{job.stage}, {job.name}"] = record
+                figures.write(job.record(out), {**header, **record})
+                records[f"{job.stage}, {job.name}"] = record
+            report(records)
     if len(records) < len(jobs):
         print(f"time is over: {len(records)} of {len(jobs)} are done, run the same command again")
     return records

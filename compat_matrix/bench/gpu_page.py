@@ -18,13 +18,22 @@ def page(found: Found) -> str:
     """Return the goals, and below them what every stage found. Whatever has failed or was not run is named."""
     on = f"{found['device']}, Python {found['python']}, torch {found['torch']}, Transformers {found['transformers']}"
     rest = "" if found["done"] else " Time was over before all of it was done."
-    parts = [f"`{found['command']}`; {found['date']}, {commits.named(found)}, {on}.{rest}"]
+    parts = [f"**{_in_short(found)}**"] if "not_run" in found else []  # older results lack it
+    parts += [f"`{found['command']}`; {found['date']}, {commits.named(found)}, {on}.{rest}"]
     goals = [{"goal": goal["goal"], "found": goal["found"], "met": MET[goal["met"]]} for goal in found["goals"]]
     parts += [of_results(goals)]
     for name, rows, notes in stages(found["results"]):
         parts += [f"**{name}.** {notes}", of_results(rows)] if rows else []
     parts += [f"- {name}: {why}" for name, why in reasons(found)]
     return "\n\n".join(parts)
+
+
+def _in_short(found: Found) -> str:
+    """How many goals are met, and how much of the run is done."""
+    met = [goal["met"] for goal in found["goals"]]
+    jobs, rest = len(found["jobs"]), found["not_run"]
+    said = f"{met.count(True)} of {len(met)} goals are met, {met.count(False)} are not, {met.count(None)} not measured."
+    return f"{said} {jobs} of {jobs + len(rest)} processes are done" + (f"; next: {rest[0]}." if rest else ".")
 
 
 def stages(results: Mapping[str, Any]) -> Iterator[tuple[str, list[Mapping[str, Any]], str]]:

@@ -51,9 +51,13 @@ def main(kind: str, way: str, steps: str, out: str) -> None:
 
 def made(kind: str, way: str, steps: int) -> Any:
     """Make a trainer of the tests: Transformers' Trainer, or one of TRL's. GRPO's completions are drawn in advance."""
+    if kind == "grpo":
+        trainer = importlib.import_module("trl_groups").make(kind, "function", steps, way, [])
+        # on the object, it is code that fa2patch does not know and tries, which takes memory
+        type(trainer.model).generate = staticmethod(vars(trainer.model).pop("generate"))
+        return trainer
     if kind != "trainer":
-        script = importlib.import_module("trl_groups" if kind == "grpo" else "trl_pairs")
-        return script.make(kind, "function" if kind == "grpo" else "full", steps, way, [])
+        return importlib.import_module("trl_pairs").make(kind, "full", steps, way, [])
     stage = importlib.import_module("stage")
     trainer = importlib.import_module("transformers").Trainer
     if way != PADDED:

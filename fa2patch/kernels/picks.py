@@ -79,9 +79,12 @@ everything."""
 BY_NAME_ONLY: tuple[Kernel, ...] = (Hub(),)
 """The built-in kernels that ``auto`` does not try."""
 
+ELSEWHERE = ("ascend", "aiter")
+"""The built-in kernels of devices that few have, by name. :mod:`.devices` loads them where such a device may be."""
+
 _BUILT_IN = {kernel.name: kernel for kernel in (*ORDER, *BY_NAME_ONLY)}
 
-NAMES = ("auto", *_BUILT_IN)
+NAMES = ("auto", *(kernel.name for kernel in ORDER), *ELSEWHERE, *(kernel.name for kernel in BY_NAME_ONLY))
 """The built-in values of ``apply(model, kernel=...)``."""
 
 _registered: list[tuple[Kernel, str | None]] = []
@@ -94,6 +97,11 @@ def order() -> tuple[Kernel, ...]:
     """
     here = capability()
     kernels = sorted(ORDER, key=lambda kernel: here is None or here[0] not in kernel.MADE_FOR)
+    if hasattr(torch, "npu") or torch.version.hip is not None:
+        from . import devices  # which kernels are there for a device that few have
+
+        place = next((i for i, kernel in enumerate(kernels) if isinstance(kernel, TorchVarlen)), len(kernels) - 1)
+        kernels[place:place] = devices.here()
     for kernel, before in _registered:
         if before is not None:
             at = [i for i, other in enumerate(kernels) if other.name == before]
@@ -104,7 +112,9 @@ def order() -> tuple[Kernel, ...]:
 def every_kernel() -> tuple[Kernel, ...]:
     """All kernels: the ones that ``auto`` tries, then the ones that are used by name only."""
     added.load()
-    return (*order(), *BY_NAME_ONLY, *(kernel for kernel, before in _registered if before is None))
+    tried = order()
+    others = [kernel for kernel in map(named, ELSEWHERE) if kernel not in tried]
+    return (*tried, *others, *BY_NAME_ONLY, *(kernel for kernel, before in _registered if before is None))
 
 
 def register_kernel(kernel: Kernel, *, before: str | None = None) -> None:
@@ -143,6 +153,10 @@ def named(name: str | Kernel) -> Kernel:
         return name
     if isinstance(name, str) and name in _BUILT_IN:
         return _BUILT_IN[name]
+    if name in ELSEWHERE:
+        from . import devices  # they are loaded where they are used
+
+        return devices.elsewhere(name)
     if isinstance(name, str) and name.startswith("hub:") and name != "hub:":
         return _of_hub(name[len("hub:") :])
     kernels = every_kernel()
@@ -185,9 +199,9 @@ def kernel_rows() -> list[dict[str, Any]]:
         ``reason`` (why not), ``devices``, ``dtypes``, ``head_dim`` (the largest, or None), ``features`` (of the best
         build) and ``here`` (features of the installed build).
     """
-    made = []
+    made, tried = [], (*order(), *map(named, ELSEWHERE))
     for kernel in every_kernel():
-        able, reason = kernel.available() if kernel in order() else (False, "asked for by name only")
+        able, reason = kernel.available() if kernel in tried else (False, "asked for by name only")
         made.append(
             {
                 "name": kernel.name,

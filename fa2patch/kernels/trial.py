@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -25,7 +26,9 @@ from ..comparison import distance
 from ..documents.boundaries import document_of
 from .protocol import Asked, Kernel, Options
 from .reference import Reference
-from .trial_rows import Call, Row, calls, options_of, row_of
+
+if TYPE_CHECKING:  # the rows are made in a trial, and every process pays for an import
+    from .trial_rows import Call, Row
 
 BOUNDS = {torch.float16: 1e-2, torch.bfloat16: 3e-2, torch.float32: 2e-2}
 """Largest allowed error of a token in a head, relative to the length of the vector. It covers the dtype's rounding; for
@@ -85,6 +88,8 @@ def _verdict(kernel: Kernel, asked: Asked, device: torch.device) -> tuple[bool, 
 
 
 def _compared(kernel: Kernel, asked: Asked, device: torch.device) -> tuple[bool, str]:
+    from .trial_rows import Call, Row, calls, options_of, row_of
+
     drawn = torch.Generator().manual_seed(0)
     row, options = row_of(asked, drawn, device), options_of(asked, drawn, device)
     exact = torch.promote_types(asked.dtype, torch.float32)

@@ -23,7 +23,7 @@ from .protocol import IN_32_BITS, Kernel, Options, capability
 
 PARAMETERS = {
     "window": ("window_size",),
-    "softcap": ("softcap",),
+    "softcap": ("softcap", "logits_soft_cap"),
     "sinks": ("learnable_sink", "s_aux"),
     "alibi": ("alibi_slopes",),
     "dropout": ("dropout_p",),
@@ -109,7 +109,7 @@ class VarlenFunc(Kernel):
             reach = options.window - 1
             extras["window_size"] = (reach, 0 if options.causal else reach)
         if options.softcap is not None:
-            extras["softcap"] = options.softcap
+            extras[found.name_of("softcap") or ""] = options.softcap
         if options.sinks is not None:
             extras[found.name_of("sinks") or ""] = options.sinks
         if options.alibi_slopes is not None:

@@ -1,0 +1,98 @@
+"""Huawei's fused attention for Ascend NPUs, ``torch_npu.npu_fusion_attention``.
+
+Facts are from its documentation (hiascend.com, Ascend Extension for PyTorch 6.0, ``torch_npu.npu_fusion_attention``;
+CANN, ``aclnnFlashAttentionVarLenScore``): in the layout TND, q, k and v are ``[tokens, heads, head dim]``, and the ends
+of the documents are ints of the host. Upstream's own call copies them to the host twice in each layer; here they are
+read once a batch, and not at all with the collator's lengths. Nobody has run fa2patch on an NPU: the trial decides.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Iterator
+from functools import lru_cache
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from .._torch import uncompiled
+from ..documents.boundaries import Boundaries
+from ..documents.tensors import read
+from .protocol import HALF, Kernel, Options
+
+MOST_DOCUMENTS = 2048
+"""The documentation allows up to 2K documents in a call. More are computed in several."""
+
+_FROM_THE_END, _BAND = 3, 4
+"""Values of ``sparse_mode``: a query sees the keys up to its own, counted from the end of both; or those from
+``pre_tockens`` before to ``next_tockens`` behind it. Both need the mask of :func:`_hidden`."""
+
+
+class Ascend(Kernel):
+    """The operator has autograd. Softcap and sinks are not in it; ALiBi is a bias for each score, and is left out."""
+
+    name = "ascend"
+    what = "fused attention of Ascend NPUs"
+    needs = "torch_npu"
+    DEVICES = ("npu",)
+    DTYPES = (*HALF, torch.float32)
+    MAX_HEAD_DIM = 512
+    MULTIPLE = 16
+    FEATURES = frozenset({"window", "dropout", "trees", "spans"})
+
+    def available(self) -> tuple[bool, str]:
+        """Whether torch_npu is there and finds an NPU."""
+        if importlib.util.find_spec("torch_npu") is None:
+            return False, "the package torch_npu is not installed"
+        try:
+            importlib.import_module("torch_npu")  # it adds torch.npu
+        except Exception as error:  # a build for another torch, or without its drivers, fails in many ways
+            return False, f"the package torch_npu does not import ({type(error).__name__}: {error})"
+        able = torch.npu.is_available()  # type: ignore[attr-defined]
+        return (True, "") if able else (False, "torch_npu finds no NPU")
+
+    @uncompiled
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, boundaries: Boundaries, options: Options, scale: float
+    ) -> torch.Tensor:
+        operator = importlib.import_module("torch_npu").npu_fusion_attention
+        more: dict[str, Any] = {"scale": scale, "keep_prob": 1.0 - options.dropout}
+        if options.window is not None:
+            reach = options.window - 1
+            more.update(sparse_mode=_BAND, pre_tockens=reach, next_tockens=0 if options.causal else reach)
+        elif options.causal:
+            more["sparse_mode"] = _FROM_THE_END
+        if "sparse_mode" in more:
+            more["atten_mask"] = _hidden(q.device)
+        outputs = []
+        for at, seen, ends, key_ends in _calls(boundaries, q.shape[0]):
+            found = operator(
+                q[at], k[seen], v[seen], q.shape[1], "TND", actual_seq_qlen=ends, actual_seq_kvlen=key_ends, **more
+            )
+            outputs.append(found[0])
+        return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+
+
+@lru_cache(maxsize=8)
+def _hidden(device: torch.device) -> torch.Tensor:
+    """The mask that the sparse modes need: bool ``[2048, 2048]``, True above the diagonal, whatever the lengths are."""
+    return torch.ones(2048, 2048, dtype=torch.bool, device=device).triu(1)
+
+
+def _calls(boundaries: Boundaries, tokens: int) -> Iterator[tuple[slice, slice, list[int], list[int]]]:
+    """For each call its tokens, its keys, and the ends of documents and keys, which count from the call's first."""
+    if Ascend not in boundaries.made:
+        keys = boundaries.keys(tokens).cu_seqlens
+        lengths = boundaries.lengths
+        same = keys is boundaries.cu_seqlens
+        boundaries.made[Ascend] = lengths, lengths if same else tuple(read(keys.diff()).tolist())
+    lengths, of_keys = boundaries.made[Ascend]
+    first, first_key = 0, 0
+    for place in range(0, len(lengths), MOST_DOCUMENTS):
+        part = slice(place, place + MOST_DOCUMENTS)
+        ends, key_ends = [*accumulate(lengths[part])], [*accumulate(of_keys[part])]
+        if ends[-1]:
+            yield slice(first, first + ends[-1]), slice(first_key, first_key + key_ends[-1]), ends, key_ends
+        first, first_key = first + ends[-1], first_key + key_ends[-1]

@@ -1,0 +1,82 @@
+"""What computes packed rows on each kind of device, and what is missing there. Facts, with their sources.
+
+A kernel for a device that few have is loaded only where that device is, or where all kernels are listed.
+"""
+
+from __future__ import annotations
+
+import importlib
+from functools import cache
+from typing import Any, Callable, NamedTuple
+
+import torch
+
+from .protocol import Kernel
+
+
+class Device(NamedTuple):
+    """A kind of device.
+
+    Attributes:
+        name: its name in the tables.
+        kernels: the names of the kernels that may run there, best first. The reference runs everywhere.
+        missing: what is missing there, and the source.
+    """
+
+    name: str
+    kernels: tuple[str, ...]
+    missing: str
+
+
+TABLE = (
+    Device(
+        "NVIDIA, 8.0 and newer", ("flash_attn_3", "flash_attn", "flash_attn_4", "torch_varlen", "efficient", "flex"),
+        "FlashAttention 3 is for 8 and 9, FlashAttention 4 for 9 to 12",
+    ),
+    Device(
+        "NVIDIA, older", ("efficient", "flex"),
+        "flash kernels: all need 8.0, in the hub's builds too (transformers#47926)",
+    ),
+    Device(
+        "AMD (ROCm)", ("flash_attn", "aiter", "torch_varlen", "efficient", "flex"),
+        "a run: nobody has tried fa2patch there; FlashAttention 3 and 4, and sinks in aiter",
+    ),
+    Device(
+        "Huawei (Ascend)", ("ascend",),
+        "a run: nobody has tried fa2patch there; softcap, sinks and ALiBi, which the reference computes; one graph",
+    ),
+    Device(
+        "Intel (XPU)", ("flex", "hub"),
+        "variable lengths in torch's own flash attention (torch-xpu-ops#2853, pytorch#180857): the reference calls "
+        "it for each group of documents of near length",
+    ),
+    Device(
+        "Apple (MPS)", (),
+        "a kernel with variable lengths and a backward, also in FlexAttention: the reference calls torch's attention "
+        "for each group of documents of near length",
+    ),
+)  # fmt: skip
+
+ELSEWHERE: dict[str, tuple[str, str, Callable[[], bool]]] = {
+    "ascend": ("ascend", "Ascend", lambda: hasattr(torch, "npu")),
+    "aiter": ("rocm", "Aiter", lambda: torch.version.hip is not None),
+}
+"""By the name of a kernel: its module, its class, and whether such a device may be here."""
+
+
+@cache
+def elsewhere(name: str) -> Kernel:
+    """The one kernel of this name in :data:`ELSEWHERE`. Results of trials are cached by kernel."""
+    module, kind, _ = ELSEWHERE[name]
+    made: Kernel = getattr(importlib.import_module(f".{module}", __package__), kind)()
+    return made
+
+
+def here() -> list[Kernel]:
+    """The kernels of :data:`ELSEWHERE` whose device may be here."""
+    return [elsewhere(name) for name, (*_, present) in ELSEWHERE.items() if present()]
+
+
+def device_rows() -> list[dict[str, Any]]:
+    """Describe every kind of device as a dict of JSON values: ``name``, ``kernels`` and ``missing``."""
+    return [{**device._asdict(), "kernels": [*device.kernels, "reference"]} for device in TABLE]

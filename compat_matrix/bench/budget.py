@@ -1,8 +1,9 @@
 """Trains one of the trainers that the tests have, padded or with a budget of tokens, and writes what it took.
 
-``python -m compat_matrix.bench.budget KIND WAY STEPS OUT`` runs in the environment of a stack, with ``tests/helpers``
-and ``tests/integrations/scripts`` on ``PYTHONPATH``. The part *budget* starts it. OUT gets the weights, the optimizer's
-steps, the loss and the peak of memory of each batch, the passes of a batch, and the tokens of a padded one.
+``python -m compat_matrix.bench.budget KIND WAY STEPS OUT [bf16]`` runs in the environment of a stack, with
+``tests/helpers`` and ``tests/integrations/scripts`` on ``PYTHONPATH``. The part *budget* starts it. OUT gets the
+weights, the optimizer's steps, the loss and the peak of memory of each batch, the passes of a batch, and the tokens of
+a padded one.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ import fa2patch
 PADDED = "padded"
 
 
-def main(kind: str, way: str, steps: str, out: str) -> None:
+def main(kind: str, way: str, steps: str, out: str, precision: str = "") -> None:
     """Train, and write what was found."""
     torch.set_num_threads(1)
-    trainer = made(kind, way, int(steps))
+    trainer = made(kind, way, int(steps), precision == "bf16")
     losses: list[float] = []
     peaks: list[int] = []
     tokens: list[int] = []
@@ -49,20 +50,20 @@ def main(kind: str, way: str, steps: str, out: str) -> None:
     torch.save(found, out)
 
 
-def made(kind: str, way: str, steps: int) -> Any:
+def made(kind: str, way: str, steps: int, bf16: bool = False) -> Any:
     """Make a trainer of the tests: Transformers' Trainer, or one of TRL's. GRPO's completions are drawn in advance."""
-    if kind == "grpo":
-        trainer = importlib.import_module("trl_groups").make(kind, "function", steps, way, [])
-        # on the object, it is code that fa2patch does not know and tries, which takes memory
-        type(trainer.model).generate = staticmethod(vars(trainer.model).pop("generate"))
-        return trainer
     if kind != "trainer":
-        return importlib.import_module("trl_pairs").make(kind, "full", steps, way, [])
+        script = importlib.import_module("trl_groups" if kind == "grpo" else "trl_pairs")
+        script.config = functools.partial(script.config, bf16=bf16)  # type: ignore[attr-defined]
+        trainer = script.make(kind, "function" if kind == "grpo" else "full", steps, way, [])
+        if kind == "grpo":  # on the object, it is code that fa2patch does not know and tries, which takes memory
+            type(trainer.model).generate = staticmethod(vars(trainer.model).pop("generate"))
+        return trainer
     stage = importlib.import_module("stage")
     trainer = importlib.import_module("transformers").Trainer
     if way != PADDED:
         trainer = fa2patch.packed_trainer(trainer, max_tokens=int(way[len("budget") :]))
-    options = {"kind": trainer, "max_steps": steps, "learning_rate": 1e-4, "adam_epsilon": 1e-5}
+    options = {"kind": trainer, "max_steps": steps, "learning_rate": 1e-4, "adam_epsilon": 1e-5, "bf16": bf16}
     return stage.Stage(trl=False).trainer(stage.tiny_llama(), stage.padded, **options)
 
 

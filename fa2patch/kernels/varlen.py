@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import json
 import re
 import warnings
 from pathlib import Path
@@ -215,17 +216,70 @@ class Hub(VarlenFunc):
         except Exception as error:  # no network, no such repository, no build for this torch, a broken one
             if is_no_verdict(error):
                 raise
+            if type(error) is FileNotFoundError:  # kernels/utils.py; errors of the network are subclasses
+                return EntryPoint(None, reason=_no_build(self.source, error))
             return EntryPoint(None, reason=f"{self.source} does not load ({type(error).__name__}: {error})")
 
     def find(self) -> EntryPoint:
         if importlib.util.find_spec("kernels") is None:
             return EntryPoint(None, reason="the package kernels is not installed")
         if Path(self.source).is_absolute() or self.source.startswith("./"):
-            return EntryPoint.of(_in_folder(Path(self.source)))
+            return _for_this_card(_in_folder(Path(self.source)))
         if not _REPOSITORY.fullmatch(self.source):
             expected = "expected org/name, org/name@revision, or a folder that begins with / or ./"
             return EntryPoint(None, reason=f"{expected}, found {self.source!r}")
-        return EntryPoint.of(_downloaded(self.source))
+        return _for_this_card(_downloaded(self.source))
+
+
+def _no_build(source: str, error: FileNotFoundError) -> str:
+    repository = source.partition("@")[0]
+    return (
+        f"{source} has no build for torch {torch.__version__} on this machine ({str(error).splitlines()[0]}). Name a "
+        f"revision that has one, as in kernel='hub:{repository}@revision'; builds for torch's stable ABI fit several "
+        "versions"
+    )
+
+
+def _for_this_card(module: Any) -> EntryPoint:
+    """The entry point of a build of the hub, if it has code for this card.
+
+    Without such code it may end the process at its first call, and no trial could tell (huggingface/kernels#707).
+    The build's ``metadata.json`` says what it has code for, under ``backend.archs``. A build that does not say so is
+    tried from compute capability 8.0 on, which all flash attention needs.
+    """
+    found, here = EntryPoint.of(module), capability()
+    if here is None:
+        return found
+    codes = _codes(module)
+    if any(_runs_on(code, here) for code in codes) or (not codes and here >= (8, 0)):
+        return found
+    said = f"its code is for {', '.join(codes)}" if codes else "it does not say what its code is for"
+    return EntryPoint(None, reason=f"this card has compute capability {here[0]}.{here[1]}, and {said}")
+
+
+def _codes(module: Any) -> list[str]:
+    """The compute capabilities that a build says it has code for, such as ``9.0a`` or ``12.0+PTX``."""
+    places = Path(getattr(module, "__file__", None) or "/nowhere").parents
+    for file in (place / "metadata.json" for place in places[:2]):
+        if file.exists():
+            said = json.loads(file.read_text(encoding="utf-8")).get("backend")
+            return list(said.get("archs") or ()) if isinstance(said, dict) else []
+    return []
+
+
+def _runs_on(code: str, here: tuple[int, int]) -> bool:
+    """Whether code for a compute capability runs on a card.
+
+    It does on later ones of its major number; with ``a`` at its end on none but its own; as PTX on all later ones
+    (CUDA C++ Programming Guide, "Compute Capability").
+    """
+    said = re.fullmatch(r"(\d+)\.(\d+)([af]?)(\+PTX)?", code)
+    if said is None:
+        return True  # what it means is not known here, and the trial decides
+    wanted = int(said[1]), int(said[2])
+    if said[3] == "a":
+        return wanted == here
+    return wanted <= here and (wanted[0] == here[0] or said[4] is not None)
 
 
 def _in_folder(folder: Path) -> object:

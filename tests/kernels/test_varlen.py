@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+import json
 import sys
 from dataclasses import replace
 from importlib.machinery import ModuleSpec
@@ -423,6 +424,55 @@ def test_a_hub_that_cannot_be_reached_once_is_asked_again(hub):
     for _ in range(2):
         kernels.check_name("hub:a/b")
     assert len(hub.asked) == 3
+
+
+def test_a_hub_without_a_build_for_this_torch_says_so(hub):
+    """As ``kernels`` 0.16 says it (kernels-community#1082); errors of the network are subclasses of its class."""
+    missing = "Cannot find a build variant for this system in a/b (revision: v1):\n\ntorch212-cu126: rejected"
+    hub.outcomes += [FileNotFoundError(missing)]
+    with pytest.raises(KernelUnavailable) as error:
+        kernels.check_name("hub:a/b@v1")
+    said = f"a/b@v1 has no build for torch {torch.__version__} on this machine (Cannot find a build variant for this"
+    assert said in str(error.value) and "rejected" not in str(error.value)
+    assert "as in kernel='hub:a/b@revision'" in str(error.value)
+
+    class NoNetwork(FileNotFoundError):
+        pass
+
+    hub.outcomes += [NoNetwork("offline")]
+    with pytest.raises(KernelUnavailable, match=r"a/b@v1 does not load \(NoNetwork: offline\)"):
+        kernels.check_name("hub:a/b@v1")
+
+
+CARDS = [
+    # code of the build, card, whether it has code for it
+    (["8.0", "9.0a"], (9, 0), True),
+    (["8.0", "9.0a"], (8, 6), True),
+    (["8.0", "9.0a"], (7, 5), False),  # transformers#47926
+    (["8.0", "9.0a"], (10, 0), False),  # huggingface/kernels#707: the process would end
+    (["7.5", "8.0"], (7, 5), True),
+    (["9.0+PTX"], (12, 0), True),
+    (["10.0f"], (10, 3), True),
+    (["12.0"], (10, 0), False),
+    (["something new"], (10, 0), True),
+    ([], (8, 0), True),
+    ([], (7, 5), False),
+]
+
+
+@pytest.mark.parametrize("nested", [False, True], ids=["own folder", "folder of the variant"])
+@pytest.mark.parametrize(("codes", "card", "there"), CARDS, ids=str)
+def test_a_build_of_the_hub_without_code_for_this_card_is_refused(
+    hub, tmp_path, monkeypatch, codes, card, there, nested
+):
+    monkeypatch.setattr(varlen, "capability", lambda: card)
+    (tmp_path / "metadata.json").write_text(json.dumps({"backend": {"type": "cuda", "archs": codes}}))
+    file = tmp_path / "flash_attn2" / "__init__.py" if nested else tmp_path / "__init__.py"
+    hub.outcomes += [SimpleNamespace(flash_attn_varlen_func=flash_attn_2_8, __file__=str(file))]
+    able, reason = kernels.named("hub:a/b@v7").available()
+    assert able is there
+    said = f"its code is for {', '.join(codes)}" if codes else "it does not say what its code is for"
+    assert there or reason == f"this card has compute capability {card[0]}.{card[1]}, and {said}"
 
 
 def test_the_hub_is_never_auto_and_says_that_its_package_is_not_there(install, monkeypatch):

@@ -12,6 +12,7 @@ in training, and a warning otherwise.
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Container, Iterator, Mapping
 from typing import Any
@@ -19,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .._torch import compiling
+from .._torch import compiling, transforming
 from .._types import Call
 from ..errors import BadBatch, BadCuSeqlens, BadParents, BoundaryConflict, NothingPacked
 from . import tensors
@@ -33,6 +34,7 @@ from .tensors import (
     check_max_seqlen,
     check_position_ids,
     described,
+    fitting,
     is_integers,
     largest,
     require,
@@ -86,17 +88,78 @@ def from_cu_seqlens(
     lengths = None
     if cu.device.type == "cpu" and not compiling():
         lengths = _lengths_of(cu_seqlens.flatten(), shape[0] * shape[1])
-    checks = _ends(cu, shape[0] * shape[1], longest, lengths)
-    if cu_seqlens_k is not None:
-        checks.append(_same(cu, cu_seqlens_k.flatten()))
-    checks += _agreement(cu, shape, position_ids, attention_mask, lengths is not None)
-    (require_all if lengths is None else require_here)(checks)
+    keys = None if cu_seqlens_k is None else cu_seqlens_k.flatten()
+    if not (cu.is_cuda and attention_mask is None and _in_one_launch(cu, keys, shape, position_ids, longest)):
+        checks = _ends(cu, shape[0] * shape[1], longest, lengths)
+        if keys is not None:
+            checks.append(_same(cu, keys))
+        checks += _agreement(cu, shape, position_ids, attention_mask, lengths is not None)
+        (require_all if lengths is None else require_here)(checks)
     if parents is not None:
         parents = _require_tree(cu, parents, shape, position_ids, attention_mask)
     stated = Boundaries(cu, 0 if longest is None else longest, None, lengths, parents)
     if longest is None:
         stated.max_seqlen = max(stated.lengths)
     return stated
+
+
+_RISE = "cu_seq_lens must rise from 0 to the batch's {} tokens."
+_LONGEST = "max_length is {}, but cu_seq_lens hold a longer document. Pass the longest length, or none."
+_KEYS = (
+    "cu_seq_lens_q and cu_seq_lens_k differ: in training every query's document is its keys' document. Pass the same "
+    "lengths for both."
+)
+_ROWS = (
+    "a document of cu_seq_lens runs on into the next row. At the first token of every row, of {} tokens, a document "
+    "must start."
+)
+_IDS = (
+    "position_ids restart inside what cu_seq_lens call one document. Let both describe the same documents, or pass "
+    "only one of them."
+)
+
+
+def _in_one_launch(
+    cu: torch.Tensor, keys: torch.Tensor | None, shape: tuple[int, int], ids: torch.Tensor | None, longest: int | None
+) -> bool:
+    """Assert by one kernel what :func:`_ends`, :func:`_same` and :func:`_agreement` look at by fifteen operators.
+
+    Returns:
+        Whether there is such a kernel for this device and these arguments.
+    """
+    if compiling() or transforming() or type(cu) is not torch.Tensor:
+        return False
+    if cu.device.index != torch.cuda.current_device():  # where Triton launches
+        return False
+    if ids is not None:
+        check_position_ids(ids, shape)
+        ids = ids.to(cu.device)
+        if ids.dim() == 3 or type(ids) is not torch.Tensor:
+            return False
+    if keys is not None and keys.shape != cu.shape:
+        raise BoundaryConflict(_KEYS)
+    kernel = _kernel()
+    if kernel is None or not kernel.believed(cu.device.index):
+        return False
+    ids = None if ids is None else ids.view(-1, shape[1])
+    held = kernel.looked_at(cu.contiguous(), None if keys is None else keys.to(cu), shape, ids, longest)
+    said = [_RISE.format(shape[0] * shape[1])]
+    said += [_LONGEST.format(longest)] if longest is not None else []
+    said += [_KEYS] if keys is not None else []
+    said += [_ROWS.format(shape[1])]
+    said += [_IDS] if ids is not None else []
+    tensors.assert_async(held, fitting(said))
+    return True
+
+
+@functools.cache
+def _kernel() -> Any:
+    """The module of the kernel; None where Triton cannot be imported."""
+    try:
+        from . import one_launch
+    except ImportError:
+        return None
+    return one_launch
 
 
 def _lengths_of(cu: torch.Tensor, tokens: int) -> tuple[int, ...]:
@@ -120,23 +183,17 @@ def _ends(cu: torch.Tensor, tokens: int, max_seqlen: int | None, lengths: tuple[
         longest = max(lengths)
     else:
         shortest, longest = torch.aminmax(cu.diff())
-        rise = "cu_seq_lens must rise from 0 to the batch's {} tokens."
         held = cu[0] == 0, cu[-1] == tokens, shortest >= 0
-        checks = [Check(each, BadCuSeqlens, rise, (tokens,)) for each in held]
+        checks = [Check(each, BadCuSeqlens, _RISE, (tokens,)) for each in held]
     if max_seqlen is not None:
-        message = "max_length is {}, but cu_seq_lens hold a longer document. Pass the longest length, or none."
-        checks.append(Check(longest <= max_seqlen, BadCuSeqlens, message, (max_seqlen,)))
+        checks.append(Check(longest <= max_seqlen, BadCuSeqlens, _LONGEST, (max_seqlen,)))
     return checks
 
 
 def _same(cu: torch.Tensor, cu_k: torch.Tensor) -> Check:
-    message = (
-        "cu_seq_lens_q and cu_seq_lens_k differ: in training every query's document is its keys' document. Pass the "
-        "same lengths for both."
-    )
     if cu.shape != cu_k.shape:
-        raise BoundaryConflict(message)
-    return Check((cu == cu_k).all(), BoundaryConflict, message)
+        raise BoundaryConflict(_KEYS)
+    return Check((cu == cu_k).all(), BoundaryConflict, _KEYS)
 
 
 def _agreement(
@@ -159,11 +216,7 @@ def _agreement(
         starts = torch.zeros(tokens + 1, dtype=torch.bool, device=cu.device)
         starts = starts.index_fill(0, cu.long().clamp(0, tokens), True)  # a wrong end is told by _ends
     starts = starts[:-1].reshape(shape)
-    message = (
-        "a document of cu_seq_lens runs on into the next row. At the first token of every row, of {} tokens, a "
-        "document must start."
-    )
-    checks = [Check(starts[:, 0].all(), BadCuSeqlens, message, (shape[1],))]
+    checks = [Check(starts[:, 0].all(), BadCuSeqlens, _ROWS, (shape[1],))]
     numbers = None if attention_mask is None else attention_mask.to(cu.device)
     if numbers is not None:
         checks += _mask_agrees(starts, numbers)
@@ -204,8 +257,7 @@ def _ids_agree(starts: Any, mask: torch.Tensor | None, axes: Any) -> Check:
     return Check(
         (jumps <= starts[:, 1:]).all(),  # a <= b of bools: a implies b, in one operator
         BoundaryConflict,
-        "position_ids restart inside what cu_seq_lens call one document. Let both describe the same documents, "
-        "or pass only one of them.",
+        _IDS,
     )
 
 

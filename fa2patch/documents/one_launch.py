@@ -1,0 +1,161 @@
+"""What must hold of stated boundaries, looked at by one kernel of Triton.
+
+Each operator of torch is a launch on a device, and :mod:`.stated` needs fifteen of them to look at a row. They say the
+same as the kernel here, and stay for devices and arguments that it is not for. Like a kernel of attention it is tried
+before it is used, on rows that are right and rows that are wrong in each way: it is not believed if it finds another
+number of wrong ones, or cannot be compiled.
+
+Triton is imported with this module, so it must be imported for a device that has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from .._torch import is_no_verdict, outside_the_forward
+
+_BLOCK = 1024
+
+
+# numbers that change with the batch: Triton would compile the kernel again for 1 and for multiples of 16
+@triton.jit(do_not_specialize=["documents", "tokens", "length", "longest", "row_stride", "stride", "steps"])  # type: ignore[untyped-decorator]
+def _look(  # type: ignore[no-untyped-def]  # Triton reads annotations
+    held, ends, ends_of_keys, ids, documents, tokens, length, longest, row_stride, stride, steps,
+    HAS_KEYS: tl.constexpr, HAS_IDS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Store 0 in ``held`` unless all holds of one block of documents and of tokens."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    one = at < documents
+    start, end = tl.load(ends + at, mask=one, other=0), tl.load(ends + at + 1, mask=one, other=0)
+    bad = one & ((end < start) | (end - start > longest))
+    bad |= one & ((at == 0) & (start != 0) | (at == documents - 1) & (end != tokens))
+    if HAS_KEYS:
+        known = at <= documents
+        bad |= known & (tl.load(ends + at, mask=known, other=0) != tl.load(ends_of_keys + at, mask=known, other=0))
+    column = at % length
+    starts = (at < tokens) & (column == 0)
+    if HAS_IDS:
+        inside = (at < tokens) & (column > 0)
+        places = ids + (at // length).to(tl.int64) * row_stride + column.to(tl.int64) * stride
+        own, before = tl.load(places, mask=inside, other=0), tl.load(places - stride, mask=inside, other=0)
+        starts |= inside & (own.to(tl.int64) - before.to(tl.int64) != 1)
+    low, high = at * 0, at * 0 + documents  # the first end that is not below the token
+    for _ in range(steps):
+        middle = (low + high) // 2
+        below = (low < high) & (tl.load(ends + middle, mask=starts, other=0) < at)
+        low, high = tl.where(below, middle + 1, low), tl.where(below, high, middle)
+    bad |= starts & (tl.load(ends + low, mask=starts, other=0) != at)
+    tl.store(held, 0, mask=tl.max(bad.to(tl.int32), 0) > 0)
+
+
+def looked_at(
+    ends: torch.Tensor,
+    ends_of_keys: torch.Tensor | None,
+    shape: tuple[int, int],
+    ids: torch.Tensor | None,
+    longest: int | None,
+) -> torch.Tensor:
+    """Whether boundaries rise from 0 to the number of tokens, and agree with the ids.
+
+    Args:
+        ends: integers ``[documents + 1]``.
+        ends_of_keys: ends that must be equal, or None.
+        shape: ``(batch, length)``. At the first token of every row a document must start.
+        ids: position ids ``[batch or 1, length]``, which may restart only where a document starts; or None.
+        longest: the length of the longest document, at most; or None.
+
+    Returns:
+        An int32 tensor without dimensions on the device: 0 if something does not hold.
+    """
+    held, documents, tokens = ends.new_ones((), dtype=torch.int32), ends.shape[0] - 1, shape[0] * shape[1]
+    row_stride, stride = (0, 0) if ids is None else (ids.stride(0) if ids.shape[0] > 1 else 0, ids.stride(1))
+    _look[(triton.cdiv(max(tokens, documents + 1), _BLOCK),)](
+        held, ends, ends if ends_of_keys is None else ends_of_keys, ends if ids is None else ids, documents, tokens,
+        shape[1], tokens if longest is None else longest, row_stride, stride, (documents + 1).bit_length(),
+        HAS_KEYS=ends_of_keys is not None, HAS_IDS=ids is not None, BLOCK=_BLOCK,
+    )  # fmt: skip
+    return held
+
+
+class Row(NamedTuple):
+    """What the kernel is tried with: the arguments of :func:`looked_at` as lists, and whether they are right."""
+
+    holds: bool
+    ends: list[int]
+    shape: tuple[int, int]
+    starts: list[int] | None
+    """Where ids begin again from 0; None for no ids."""
+    longest: int | None = None
+    ends_of_keys: list[int] | None = None
+
+
+_LONG = 3 * _BLOCK + 5
+
+
+def rows() -> Iterator[Row]:
+    """Rows that are right, and some that are wrong in each way, at the ends of blocks and inside them."""
+    for last, cut in ((10, 4), (_LONG, _BLOCK), (_LONG, 2 * _BLOCK - 1), (_LONG, _LONG - 1)):
+        one, ends, longest = (1, last), [0, cut, last], max(cut, last - cut)
+        yield Row(True, ends, one, [0, cut], longest, ends)
+        yield Row(True, [*ends, last, last], one, [0, cut])
+        yield Row(True, [0, cut - 1, *ends[1:]], one, [0, cut])  # lengths may say more than ids
+        yield Row(False, ends, one, [0, cut - 1])
+        yield Row(False, [0, last], one, [0, cut])
+        yield Row(False, ends, one, [0, cut], longest - 1)
+        yield Row(False, ends, one, [0, cut], longest, [0, cut, last - 1])
+        yield Row(True, ends, one, None, longest)
+        yield Row(False, ends, one, None, longest - 1)
+        yield Row(False, [1, cut, last], one, [0, cut])
+        yield Row(False, [0, cut, last - 1], one, [0, cut])
+        yield Row(False, [0, cut, last + 1], one, [0, cut])
+        yield Row(False, [0, cut, cut - 1, last], one, [0, cut])
+        yield Row(True, [0, cut, last, last + cut, 2 * last], (2, last), [0, cut])
+        yield Row(False, [0, cut, last + 1, 2 * last], (2, last), [0, cut])
+    many = 2 * _BLOCK + 3
+    yield Row(True, [*range(many + 1)], (1, many), [*range(many)], 1)
+    yield Row(False, [*range(many), many - 2, many], (1, many), [*range(many)])
+
+
+def _tensors(row: Row, device: torch.device) -> tuple[Any, ...]:
+    given = (row.ends, row.ends_of_keys)
+    ends, keys = (None if x is None else torch.tensor(x, dtype=torch.int32, device=device) for x in given)
+    if row.starts is None:
+        return ends, keys, row.shape, None, row.longest
+    counted, starts = torch.arange(row.shape[1]), torch.tensor(row.starts)
+    ids = counted - starts[torch.bucketize(counted, starts, right=True) - 1]
+    return ends, keys, row.shape, ids[None].to(device), row.longest
+
+
+def tells(device: torch.device) -> bool:
+    """Whether the kernel tells right rows from wrong ones on a device. All verdicts are read from there at once."""
+    tried = [*rows()]
+    found = torch.stack([looked_at(*_tensors(row, device)) for row in tried]).bool().tolist()
+    return found == [row.holds for row in tried]
+
+
+_verdicts: dict[int, bool] = {}
+
+
+def believed(index: int) -> bool:
+    """Whether the kernel is used on a CUDA device. It is tried once, and not while a CUDA graph is captured.
+
+    Raises:
+        Exception: an error that is no verdict (:func:`~fa2patch._torch.is_no_verdict`). It is not remembered.
+    """
+    if index not in _verdicts:
+        if torch.cuda.is_current_stream_capturing():
+            return False
+        device = torch.device("cuda", index)
+        try:
+            with outside_the_forward(device):
+                _verdicts[index] = tells(device)
+        except Exception as error:  # Triton's compiler and the driver raise errors of many types
+            if is_no_verdict(error):
+                raise
+            _verdicts[index] = False
+    return _verdicts[index]

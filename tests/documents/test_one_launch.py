@@ -1,14 +1,7 @@
-"""The kernel that looks at stated boundaries in one launch, under Triton's interpreter; without Triton, what calls it.
-
-The stack ``triton-3.9.0`` runs all of it: ``python -m compat_matrix.ecosystem triton-3.9.0``.
-"""
+"""How the kernel that looks at stated boundaries is called. ``tests/stacks/test_one_launch.py`` is about the kernel."""
 
 from __future__ import annotations
 
-import os
-import random
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -21,97 +14,8 @@ from fa2patch.documents.stated import from_cu_seqlens
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module")
-def one_launch():
-    pytest.importorskip("triton", reason="Triton is a part of torch with CUDA only")
-    if os.environ.get("TRITON_INTERPRET") != "1":
-        pytest.skip("Triton computes on a CPU only with TRITON_INTERPRET=1")
-    from fa2patch.documents import one_launch
-
-    return one_launch
-
-
 def ints(*numbers):
     return torch.tensor(numbers, dtype=torch.int32)
-
-
-def test_it_tells_right_rows_from_wrong_ones(one_launch):
-    assert one_launch.tells(CPU)
-    kinds = {row.holds for row in one_launch.rows()}
-    assert kinds == {True, False}
-
-
-@pytest.mark.parametrize("says", [0, 1])
-def test_a_kernel_that_always_says_the_same_is_not_believed(one_launch, monkeypatch, says):
-    monkeypatch.setattr(one_launch, "looked_at", lambda *given: torch.tensor(says))
-    assert not one_launch.tells(CPU)
-
-
-def made_at_random(seed):
-    """Boundaries and ids that agree, and then one number of them changed in most cases."""
-    drawn = random.Random(seed)
-    batch, length = drawn.choice([(1, 2), (1, 9), (1, 64), (2, 7), (3, 5)])
-    tokens = batch * length
-    rows = [*range(0, tokens, length)]
-    ends = sorted({*rows, *drawn.sample(range(tokens), drawn.randrange(min(tokens, 6))), tokens})
-    ends += [tokens] * drawn.randrange(2)
-    counted = [at - max(end for end in ends if end <= at) for at in range(tokens)]
-    keys, longest = ends[:], max(b - a for a, b in zip(ends, ends[1:]))
-    what = drawn.choice(["nothing", "ends", "ids", "keys", "longest", "fewer"])
-    if what == "longest":
-        longest -= 1
-    elif what == "fewer" and len(ends) > 2:
-        ends.pop(drawn.randrange(1, len(ends) - 1))
-        keys = ends
-        longest = tokens
-    elif what in ("ends", "ids", "keys"):
-        changed = {"ends": ends, "ids": counted, "keys": keys}[what]
-        changed[drawn.randrange(len(changed))] += drawn.choice([-1, 1])
-    ids = torch.tensor(counted, dtype=drawn.choice([torch.int64, torch.int32])).view(batch, length)
-    if drawn.random() < 0.5:  # not contiguous
-        ids = torch.stack([ids, ids], -1)[..., 0]
-    return ints(*ends), ints(*keys), (batch, length), drawn.choice([ids, ids, None]), drawn.choice([longest, None])
-
-
-def test_it_says_what_the_operators_say(one_launch):
-    said = []
-    for seed in range(300):
-        ends, keys, shape, ids, longest = made_at_random(seed)
-        try:
-            from_cu_seqlens(ends, longest, shape, cu_seqlens_k=keys, position_ids=ids)
-            said.append(True)
-        except errors.Fa2PatchError:
-            said.append(False)
-        assert bool(one_launch.looked_at(ends, keys, shape, ids, longest)) is said[-1], seed
-    assert 100 < sum(said) < 200
-
-
-COMPILED = """
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from fa2patch.documents import one_launch
-
-numbers = dict.fromkeys(("documents", "tokens", "length", "longest", "row_stride", "stride", "steps"), "i32")
-for target in (*(GPUTarget("cuda", arch, 32) for arch in (80, 90, 100)), GPUTarget("hip", "gfx942", 64)):
-    for ids in ("*i64", "*i32"):
-        kinds = {"held": "*i32", "ends": "*i32", "ends_of_keys": "*i32", "ids": ids, **numbers}
-        flags = {"HAS_KEYS": True, "HAS_IDS": True, "BLOCK": one_launch._BLOCK}
-        source = ASTSource(one_launch._look, {**kinds, **dict.fromkeys(flags, "constexpr")}, flags)
-        print(target.arch, ids, *triton.compile(source, target=target).asm)
-"""
-
-
-def test_it_compiles_for_devices_that_are_not_here(one_launch):
-    told = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", COMPILED], env=told, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    assert len(lines) == 8
-    assert all(line.split()[-1] in ("cubin", "hsaco") for line in lines)
-
-
-# What calls it, without Triton
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The kernel that looks at stated boundaries in one launch, under Triton's interpreter and compiled for other devices."""
+"""The kernel that looks at stated boundaries in one launch: under Triton's interpreter, and compiled for devices."""
 
 from __future__ import annotations
 

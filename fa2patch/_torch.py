@@ -124,6 +124,7 @@ def numbered(given: str) -> Any:
 
 _paused = False
 _CAN_TELL = hasattr(torch.compiler, "is_dynamo_compiling")
+_is_traced = torch.compiler.is_dynamo_compiling if _CAN_TELL else bool  # true in code that dynamo traces alone
 
 
 @contextlib.contextmanager
@@ -147,7 +148,7 @@ def compiling() -> bool:
     ``torch.compiler.is_compiling`` says the same, and asks TorchScript first, which no code of ours is written for.
     Every forward asks several times.
     """
-    return _CAN_TELL and not _paused and (torch.compiler.is_dynamo_compiling() or torch.compiler._is_compiling_flag)
+    return _is_traced() or (_CAN_TELL and torch.compiler._is_compiling_flag and not _paused)
 
 
 _PRE_DISPATCH = torch._C.DispatchKey.PreDispatch

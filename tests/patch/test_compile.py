@@ -203,6 +203,23 @@ def test_rows_and_masks_that_the_operator_does_not_read_break_the_graph_and_the_
         torch.testing.assert_close(compiled(**batch_of).logits, model(**batch_of).logits, rtol=1e-5, atol=1e-5)
 
 
+def scaled_by_the_length(layer, args, kwargs):
+    layer.scaling = (1.0 * kwargs["hidden_states"].shape[1]) ** -0.5
+
+
+@pytest.mark.slow
+def test_a_scale_that_is_a_symbol_of_a_graph(graphs):
+    """A scale may depend on the length, so the options of a layer are no constants of its graph."""
+    _, backend = graphs
+    model = on_the_interface_seam("llama")
+    for layer in model.model.layers:
+        layer.self_attn.register_forward_pre_hook(scaled_by_the_length, with_kwargs=True)
+    compiled = torch.compile(model, backend=backend, dynamic=True)
+    for lengths in ((4, 6), (5, 9, 3)):
+        given = batch(*lengths)
+        torch.testing.assert_close(compiled(**given).logits, model(**given).logits, rtol=1e-5, atol=1e-5)
+
+
 def test_a_cuda_graph_is_not_captured_around_a_packed_batch(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     from fa2patch.upstream import calls

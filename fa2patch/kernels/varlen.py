@@ -172,15 +172,17 @@ class FlashAttn4(VarlenFunc):
     MULTIPLE = 32  # of others the backward was wrong (flash-attention#2896 on Hopper, #2698 on Blackwell)
     FEATURES = frozenset({"window", "softcap", "sinks", "deterministic", "trees", "spans"})
 
-    def takes(self, head_dim: int, value_dim: int) -> bool:
-        """MLA's dimensions alone. Others compile, and gradients of v were wrong on Blackwell (flash-attention#2552)."""
-        return (head_dim, value_dim) == (192, 128)
-
     def padded(self, head_dim: int, value_dim: int) -> tuple[int, int]:
-        """Blackwell has nothing between 128 and 256 but MLA's dimensions (_validate_head_dims in its interface.py)."""
-        dims, here = super().padded(head_dim, value_dim), capability()
-        between = dims[0] == dims[1] and 128 < dims[0] < 256
-        return (256, 256) if between and here is not None and here[0] in (10, 11) else dims
+        """MLA's dimensions, or one for all: gradients of other values were wrong on Blackwell (flash-attention#2552).
+
+        Blackwell has no other between 128 and 256 (``_validate_head_dims`` in its interface.py).
+        """
+        dims = self.rounded(head_dim), self.rounded(value_dim)
+        if dims == (192, 128) and (head_dim, value_dim) not in self.alike:
+            return dims
+        largest = max(dims)
+        here = capability() if 128 < largest < 256 else None
+        return (256, 256) if here is not None and here[0] in (10, 11) else (largest, largest)
 
 
 _REPOSITORY = re.compile(r"\w[\w.-]*/\w[\w.-]*(@.+)?")

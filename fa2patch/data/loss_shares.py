@@ -107,8 +107,9 @@ class LossShares:
         with trainer_notes.untouched(self._trainer, model), _computed(model) as computed:
             groups = (known[0].group,) if known else GROUPS
             found = {group: self._of_group(loss, model, batch, group, computed) for group in groups}
-        telling = next((each for each in found.values() if each.fitting and (each.decided or known)), None)
-        if telling is not None and telling.fitting is not None:
+        # pairs are units of many losses that documents are units of, so they only count where documents do not fit
+        telling = next((each for each in found.values() if each.fitting != []), None)
+        if telling is not None and telling.fitting is not None and (telling.decided or known):
             self._fitting = [share for share in known or telling.fitting if share in telling.fitting]
             self.more = max(self.more, telling.more)
         if all(each.fitting == [] for each in found.values()) or (known and not self._fitting):
@@ -182,10 +183,11 @@ def tried(
     except Fa2PatchError as error:
         return Tried([], False, 1.0, error.message)
     chosen = _chosen(units, attempt)
-    union = np.unique(chosen)
+    union, once = np.unique(chosen, return_index=True)
     parts = [units.take(np.array([unit])) for unit in chosen]
     try:
-        alone = np.array([float(loss(part)) for part in parts])
+        # a unit is chosen several times if there are few: ranks that compute together make the same number of calls
+        alone = np.array([float(loss(part)) for part in parts])[once]
         computed.clear()
         together = float(loss(units.take(union)))
     except Exception as error:  # whatever a loss raises that needs rows which are not there
@@ -193,9 +195,9 @@ def tried(
     more = max(computed, default=0) / max(shapes.length(int(units.tokens[union].sum())), 1)
     if len(union) < 2:
         return Tried(None, False, more, "the batch has only one")
-    rounding = max(np.abs(alone).max(), abs(together)) * (1e-5 if torch.finfo(dtype).bits > 16 else 5e-3)
-    weights = {share: _weights(share, parts) for share in _shares(units.take(union), group)}
-    fitting = [share for share, each in weights.items() if abs(together - float(each @ alone)) <= rounding]
+    rounding = max(np.nanmax(np.abs([*alone, together])), 0.0) * (1e-5 if torch.finfo(dtype).bits > 16 else 5e-3)
+    weights = {share: _weights(share, [parts[at] for at in once]) for share in _shares(units.take(union), group)}
+    fitting = [share for share, each in weights.items() if abs(together - _weighed(each, alone)) <= rounding]
     decided = bool(fitting) and all(np.allclose(weights[share], weights[fitting[0]]) for share in fitting)
     losses = ", ".join(f"{each:.6g}" for each in alone)
     return Tried(fitting, decided, more, f"losses of {losses} alone and {together:.6g} together")
@@ -249,9 +251,20 @@ def _weights(share: Share, parts: Sequence[Any]) -> np.ndarray[Any, Any]:
     return counts if share.of == "sum" else counts / max(counts.sum(), 1)
 
 
+def _weighed(weights: np.ndarray[Any, Any], losses: np.ndarray[Any, Any]) -> float:
+    """The weighed sum of losses. The mean of a unit without labels is no number, and has no weight."""
+    counted = weights != 0
+    return float(weights[counted] @ losses[counted])
+
+
 def _chosen(units: Units, attempt: int) -> np.ndarray[Any, Any]:
-    """The numbers of three units, small ones of different lengths if there are any, int64 ``[3]``."""
+    """The numbers of three units, small ones of different lengths if there are any, int64 ``[3]``.
+
+    Units with labels come first, because the others tell nothing.
+    """
     by_size = np.argsort(units.tokens, kind="stable")
+    if units.learned is not None and (units.learned[by_size] > 0).any():
+        by_size = by_size[units.learned[by_size] > 0]
     _, firsts = np.unique(units.tokens[by_size], return_index=True)
     different = by_size[firsts]
     ordered = np.concatenate([different, by_size[~np.isin(by_size, different)]])

@@ -148,11 +148,11 @@ class TokenBudget:
         total, before = share.divisor(inputs, sum(sizes)), trainer_notes.lists(self.trainer)
         for at, size in enumerate(sizes):
             batch = passes[at]
-            # a pass without documents is there for the other ranks, and its loss may be no number
+            # a pass without documents is there for the other ranks; its loss, as that without labels, may be no number
             weight = share.divisor(batch, size) / total if total and size else 0.0
             with self._accumulating(model) if at + 1 < len(sizes) else contextlib.nullcontext():
                 found = loss(batch)
-                yield found * weight if size else torch.where(found.isfinite(), found, 0.0) * weight
+                yield found * weight if weight else torch.where(found.isfinite(), found, 0.0) * weight
         trainer_notes.merge(self.trainer, before, sizes)
 
     def _backward(self, backward: Callable[..., Any], loss: torch.Tensor, **options: Any) -> None:

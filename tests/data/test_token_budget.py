@@ -267,6 +267,40 @@ def test_what_a_trainer_notes_is_as_without_passes(reference: Any) -> None:
     assert found.noted["train"]["rows"] == pytest.approx(expected.noted["train"]["rows"], rel=1e-5)
 
 
+class MeanOfTokens(Trainer):
+    """The mean over the labels of a batch, which is no number if there are none."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **others: Any) -> Any:
+        logits = model(**{name: value for name, value in inputs.items() if name != "labels"}).logits
+        return torch.nn.functional.cross_entropy(logits[:, :-1].mT, inputs["labels"][:, 1:])
+
+
+def only_some_learned(features: Any) -> Any:
+    """Padded rows, of which the short ones and the longest ones have no labels."""
+    batch = padded(features)
+    tokens = batch["attention_mask"].sum(1)
+    batch["labels"][(tokens < 25) | (tokens > 45)] = -100
+    return batch
+
+
+@pytest.mark.parametrize(
+    ("base", "options"), [(Trainer, {}), (Trainer, {"label_smoothing_factor": 0.1}), (MeanOfTokens, {})]
+)
+def test_documents_without_labels(base: Any, options: dict[str, Any]) -> None:
+    """A pass of such documents has no mean, and of what a loss is a mean is not seen by them."""
+    found = trained(fa2patch.packed_trainer(base, max_tokens=70), only_some_learned, **options)
+    assert found.token_budget.shares.share.group == 1
+    assert_same_steps(found, trained(base, only_some_learned, **options))
+
+
+@pytest.mark.parametrize("base", [Trainer, MeanOfDocuments, MeanOfTokens])
+def test_batches_of_two_documents(base: Any) -> None:
+    options = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    found = trained(fa2patch.packed_trainer(base, max_tokens=60), **options)
+    assert_same_steps(found, trained(base, **options))
+    assert any(entry.get("passes_per_batch", 1) > 1 for entry in found.state.log_history)
+
+
 def test_a_loss_that_is_no_sum_is_refused() -> None:
     with pytest.raises(PackingError, match=r"expected a loss that is a sum, .* in batch 1 of PackedCompared: doc"):
         trained(fa2patch.packed_trainer(Compared, max_tokens=100))

@@ -164,6 +164,7 @@ def sources(family: Family, target: Target, tokens: int = TOKENS) -> dict[str, s
 def _lowered(family: Family, tokens: int, backward: bool) -> None:
     """Hand inductor the graph of a forward or a backward. Inductor ends in :class:`_Made`."""
     from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.decomposition import select_decomp_table
     from torch.nn.attention.flex_attention import BlockMask
 
     hop: Any = sys.modules["torch._higher_order_ops.flex_attention"]
@@ -196,7 +197,7 @@ def _lowered(family: Family, tokens: int, backward: bool) -> None:
         return hop.flex_attention(q, k, v, *graphs, mask, scale, dict(OPTIONS), *taken)
 
     inputs = [*states, number, index, *held, *more]
-    compile_fx_inner(make_fx(computed)(*inputs), inputs)
+    compile_fx_inner(make_fx(computed, decomposition_table=select_decomp_table())(*inputs), inputs)
 
 
 def _boundaries(tokens: int) -> Boundaries:
@@ -280,15 +281,25 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("the package triton is not installed: see the top of this file")
     for family in given.families:
         for target in map(TARGETS.__getitem__, given.targets):
-            for kernel, source in sources(FAMILIES[family], target).items():
-                try:
-                    found = compiled(source, target)
-                except Exception as error:  # compilers raise errors of many types
-                    found = {"error": f"{type(error).__name__}: {error}"[:300]}
+            for kernel, found in _all(FAMILIES[family], target):
                 bad += "error" in found or not found["fits"]
                 line = {"family": family, "target": str(target.arch), "kernel": kernel, **found}
                 print(json.dumps(line), flush=True)
     return 1 if bad else 0
+
+
+def _all(family: Family, target: Target) -> Iterator[tuple[str, dict[str, Any]]]:
+    """What is found of each kernel of a layer. What inductor or Triton cannot make is an error in its place."""
+    try:
+        made = sources(family, target)
+    except Exception as error:  # compilers raise errors of many types
+        yield "source", {"error": f"{type(error).__name__}: {error}"[:300]}
+        return
+    for kernel, source in made.items():
+        try:
+            yield kernel, compiled(source, target)
+        except Exception as error:  # compilers raise errors of many types
+            yield kernel, {"error": f"{type(error).__name__}: {error}"[:300]}
 
 
 if __name__ == "__main__":

@@ -29,6 +29,11 @@ def test_ms_swifts_line_prints_the_plugins_path():
     assert Path(done.stdout.strip()) == ROOT / "fa2patch" / "integrations" / "ms_swift.py"
 
 
+def test_llama_factorys_line_is_an_option_of_run_and_its_own_command():
+    """tests/integrations/test_llama_factory.py trains with it."""
+    assert "`fa2patch run --max-tokens 8192 llamafactory-cli train config.yaml`" in TABLE
+
+
 def test_the_other_lines_are_those_of_other_rooms_tests():
     for line in ("fa2patch.LightningCallback()", "fa2patch.packed_trainer(", "fa2patch.DataCollatorWithFlattening()"):
         assert line in TABLE

@@ -15,13 +15,14 @@ SCRIPT = Path(__file__).with_name("scripts") / "ms_swift_runs.py"
 NEAR = 1e-5
 
 pytestmark = [pytest.mark.slow, pytest.mark.parametrize("stack", ["ms-swift-3.10.0", "ms-swift-4.6.0"])]
-KINDS = ("padded", "dpo", "lora")
+KINDS = ("padded", "dpo", "lora", "embedding")
 FREE = {kind: "padding_free" if kind == "padded" else f"{kind}, padding_free" for kind in KINDS}
 
 
 @functools.cache
 def runs(stack: str) -> dict[str, Any]:
-    found = run_in(stack, SCRIPT, *KINDS, *FREE.values(), "padded, patched", "packing", "refused")
+    padded = ("padded, patched", "reranker", "reranker, patched")
+    found = run_in(stack, SCRIPT, *KINDS, *FREE.values(), *padded, "packing", "refused", "swift sft")
     assert found.pop("version") == stacks()[stack].pins["ms-swift"]
     return found
 
@@ -39,6 +40,12 @@ def test_padding_free_training_has_the_losses_of_padded_training(stack: str, kin
     assert found["said"] and not expected["said"]
 
 
+def test_the_command_trains_as_what_it_starts(stack: str) -> None:
+    found, expected = runs(stack)["swift sft"], runs(stack)["padded"]
+    assert losses(found) == pytest.approx(losses(expected), rel=NEAR)
+    assert found["said"] and found["verified"] == {"ok": True, "documents": 4}
+
+
 def test_the_first_batch_is_verified(stack: str) -> None:
     assert runs(stack)["padding_free"]["verified"] == {"ok": True, "documents": 4}
 
@@ -49,8 +56,9 @@ def test_packed_rows_have_the_loss_of_their_documents_alone(stack: str) -> None:
     assert found["verified"]["ok"] and found["verified"]["documents"] > 1
 
 
-def test_padded_batches_are_computed_packed(stack: str) -> None:
-    found, expected = runs(stack)["padded, patched"], runs(stack)["padded"]
+@pytest.mark.parametrize("kind", ["padded", "reranker"])
+def test_padded_batches_are_computed_packed(stack: str, kind: str) -> None:
+    found, expected = runs(stack)[f"{kind}, patched"], runs(stack)[kind]
     assert losses(found) == pytest.approx(losses(expected), rel=NEAR)
     assert max(found["tokens"]) < max(expected["tokens"])  # proofs run more of them, and none is padded
 

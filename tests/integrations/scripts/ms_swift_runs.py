@@ -1,12 +1,13 @@
 """ms-swift trains a tiny Llama, padded and packed: ``ms_swift_runs.py CASE...`` prints what each run did as JSON.
 
-Each training is a process of its own, which runs what ``swift sft`` and ``swift rlhf`` start.
+Each training is a process of its own, which runs what ``swift sft`` and ``swift rlhf`` start, or one of these commands.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import tempfile
 import traceback
@@ -19,6 +20,7 @@ os.environ.update(CUDA_VISIBLE_DEVICES="", USE_HF="1", MODELSCOPE_OFFLINE="1")
 import torch
 import transformers
 from tiny_hub import save_tiny_llama, write
+from trainer_recorder import Recorder
 
 try:
     from swift.pipelines import rlhf_main, sft_main
@@ -27,6 +29,8 @@ except ImportError:  # ms-swift 3
 
 OLD = metadata.version("ms-swift").startswith("3.")
 FREE, PACKED = ["--padding_free", "true"], ["--packing", "true", "--per_device_train_batch_size", "1"]
+EMBEDDING = ["--task_type", "embedding", "--loss_type", "infonce", "--dataset", "texts.jsonl"]
+RERANKER = ["--task_type", "reranker", "--loss_type", "pointwise_reranker", "--dataset", "ranked.jsonl"]
 DPO = ["--rlhf_type", "dpo", "--dataset", "pairs.jsonl"]
 CASES: dict[str, tuple[bool, list[str]]] = {
     "padded": (False, []),
@@ -38,8 +42,22 @@ CASES: dict[str, tuple[bool, list[str]]] = {
     "dpo, padding_free": (True, [*DPO, *FREE]),
     "lora": (False, ["--lora"]),
     "lora, padding_free": (True, ["--lora", *FREE]),
+    "embedding": (False, EMBEDDING),
+    "embedding, padding_free": (True, [*EMBEDDING, *FREE]),
+    "reranker": (False, RERANKER),
+    "reranker, patched": (True, RERANKER),
+    "swift sft": (True, FREE),
 }  # fmt: skip
-"""Whether fa2patch's plugin is given, and what differs from a padded training."""
+"""Whether fa2patch's plugin is given, and what differs from a padded training. A command is named as it is typed."""
+
+RECORDER = """
+import os
+
+from trainer_recorder import Recorder
+
+Recorder().write_at_exit(os.environ["RECORD"])
+"""
+"""A plugin beside fa2patch's, for a training that is a command."""
 
 
 def turn(question: str, answer: str) -> list[dict[str, str]]:
@@ -51,6 +69,13 @@ def make(folder: Path) -> None:
     texts = [(f"What is {n} and {n}?", " ".join(["it is", str(2 * n)] * (n % 5 + 1))) for n in range(32)]
     write(folder / "train.jsonl", [{"messages": turn(*text)} for text in texts])
     write(folder / "pairs.jsonl", [{"messages": turn(*text), "rejected_response": "no"} for text in texts])
+
+    asked = [{"messages": turn(*text)[:1], "positive_messages": [turn(*text)[1:]]} for text in texts]
+    answers = [{**each, "negative_messages": [turn("", "no")[1:], turn("", "I do not know")[1:]]} for each in asked]
+    write(folder / "ranked.jsonl", answers)
+    users = [[{"role": "user", "content": answer}] for _, answer in texts]
+    write(folder / "texts.jsonl", [{**each, "positive_messages": [user]} for each, user in zip(asked, users)])
+    (folder / "recorder.py").write_text(RECORDER)
 
 
 def arguments(folder: Path, patched: bool, changed: list[str]) -> list[str]:
@@ -80,48 +105,6 @@ def plugin_file() -> Path:
     return Path(fa2patch.__file__).parent / "integrations" / "ms_swift.py"
 
 
-class Recorder:
-    """What a training did: its logs, its batches, and the tokens that the first layer computed in each forward."""
-
-    def __init__(self) -> None:
-        self.logs: list[dict[str, Any]] = []
-        self.tokens: list[int] = []
-        self.batches: list[dict[str, Any]] = []
-        self.model: Any = None
-
-    def watch(self) -> None:
-        trainer, recorder = transformers.Trainer, self
-        log, step = trainer.log, trainer.training_step
-
-        def logging(self: Any, logs: dict[str, Any], *args: Any) -> None:
-            recorder.logs.append({key: value for key, value in logs.items() if isinstance(value, (int, float))})
-            log(self, logs, *args)
-
-        def stepping(self: Any, model: Any, inputs: Any, *args: Any) -> Any:
-            if recorder.model is None:
-                recorder.model = self.model
-                named = dict(self.model.named_modules())
-                layer = next(module for name, module in named.items() if name.endswith("layers.0"))
-                layer.register_forward_pre_hook(recorder.count, with_kwargs=True)
-            kept = {name: value.clone() for name, value in inputs.items() if isinstance(value, torch.Tensor)}
-            recorder.batches.append(kept)
-            return step(self, model, inputs, *args)
-
-        trainer.log, trainer.training_step = logging, stepping
-
-    def count(self, layer: Any, args: Any, kwargs: Any) -> None:
-        hidden = args[0] if args else kwargs["hidden_states"]
-        self.tokens.append(hidden[..., 0].numel())
-
-    def found(self, folder: Path) -> dict[str, Any]:
-        found: dict[str, Any] = {"logs": self.logs, "tokens": self.tokens[:]}
-        found["batch"] = {name: list(value.shape) for name, value in self.batches[0].items()}
-        if len(self.batches[0]["input_ids"]) == 1 and "position_ids" in self.batches[0]:
-            found["alone"] = [alone(batch, folder) for batch in self.batches]
-            found["verified"] = verified(self.model, self.batches[0])
-        return found
-
-
 def alone(batch: dict[str, Any], folder: Path) -> float:
     """The loss of a packed batch, computed by the model as it was saved, each document by itself."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / "model", attn_implementation="eager")
@@ -136,17 +119,6 @@ def alone(batch: dict[str, Any], folder: Path) -> float:
     return (total / number).item()
 
 
-def verified(model: Any, batch: dict[str, Any]) -> dict[str, Any]:
-    """What ``fa2patch.verify`` finds on a batch."""
-    import fa2patch
-
-    if fa2patch.status(model) is None:
-        return {}
-    kept = {name: batch[name] for name in ("input_ids", "labels", "position_ids")}
-    found = fa2patch.verify(model, batch=kept)
-    return {"ok": found.ok, "documents": int((kept["position_ids"] == 0).sum())}
-
-
 def train(case: str, folder: Path) -> None:
     """Train in this process, write what was found, and end it."""
     opened = os.open(folder / f"{case}.log", os.O_WRONLY | os.O_CREAT)
@@ -159,7 +131,8 @@ def train(case: str, folder: Path) -> None:
         os.chdir(folder)
         given = arguments(folder, patched, changed)
         (rlhf_main if "--rlhf_type" in changed else sft_main)(given)
-        (folder / f"{case}.json").write_text(json.dumps(recorder.found(folder)))
+        alones = {"alone": [alone(batch, folder) for batch in recorder.batches]} if case == "packing" else {}
+        (folder / f"{case}.json").write_text(json.dumps({**recorder.found(), **alones}))
         status = 0
     except BaseException as error:
         traceback.print_exc()
@@ -169,11 +142,27 @@ def train(case: str, folder: Path) -> None:
     os._exit(status)
 
 
-def run(case: str, folder: Path) -> dict[str, Any]:
+def command(case: str, folder: Path) -> int:
+    """Run a case that is a command, with a second plugin that writes what was found."""
+    given = arguments(folder, *CASES[case])
+    given.insert(given.index("--external_plugins") + 2, str(folder / "recorder.py"))
+    path = os.pathsep.join([str(Path(__file__).parent), os.environ["PYTHONPATH"]])
+    variables = {**os.environ, "RECORD": str(folder / f"{case}.json"), "PYTHONPATH": path}
+    name, *rest = case.split()
+    with open(folder / f"{case}.log", "w") as log:
+        line = [str(Path(sys.executable).with_name(name)), *rest, *given]
+        return subprocess.run(line, cwd=folder, env=variables, stdout=log, stderr=log).returncode
+
+
+def forked(case: str, folder: Path) -> int:
     child = os.fork()
     if not child:
         train(case, folder)
-    _, status = os.waitpid(child, 0)
+    return os.waitpid(child, 0)[1]
+
+
+def run(case: str, folder: Path) -> dict[str, Any]:
+    status = (command if case.startswith("swift ") else forked)(case, folder)
     said = (folder / f"{case}.log").read_text().splitlines()
     if status:
         raise SystemExit("\n".join([case, *said[-50:]]))

@@ -232,7 +232,9 @@ def _lifted(function: Any) -> tuple[Callable[..., Any], list[torch.Tensor]]:
 
 def _graphs(hop: Any, scored: Callable[..., Any], buffers: list[torch.Tensor]) -> tuple[Any, Any]:
     """The score and its derivative as graphs, which are traced on a CPU: autograd asks for a real device."""
-    with torch._subclasses.fake_tensor.unset_fake_temporarily(), torch.enable_grad():
+    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+
+    with torch._subclasses.fake_tensor.unset_fake_temporarily(), torch.enable_grad(), TransformGetItemToIndex():
         numbers = (torch.zeros((), dtype=torch.int32) for _ in range(4))
         made: tuple[Any, Any] = hop.create_fw_bw_graph(
             scored, (torch.zeros((), requires_grad=True), *numbers), tuple(buffers)

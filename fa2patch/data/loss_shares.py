@@ -146,7 +146,8 @@ class Tried(NamedTuple):
     """What a try of a loss showed.
 
     Attributes:
-        fitting: What the loss may be a mean of, the likeliest first; None if the batch has too few units to tell.
+        fitting: What the loss may be a mean of, the likeliest first; None if the batch has too few units, or too few
+            labels, to tell.
         decided: Whether all that fit weigh the units alike.
         more: The number of tokens that the model computed of these units together for each token that they show.
         said: What was found, in words.
@@ -194,7 +195,9 @@ def tried(
         return Tried([], False, 1.0, f"one of them raises {type(error).__name__}: {error}")
     more = max(computed, default=0) / max(shapes.length(int(units.tokens[union].sum())), 1)
     if len(union) < 2:
-        return Tried(None, False, more, "the batch has only one")
+        return Tried(None, False, more, "the batch has only one that tells")
+    if units.learned is not None and not units.learned[union].any():
+        return Tried(None, False, more, "none of them has labels")
     rounding = max(np.nanmax(np.abs([*alone, together])), 0.0) * (1e-5 if torch.finfo(dtype).bits > 16 else 5e-3)
     weights = {share: _weights(share, [parts[at] for at in once]) for share in _shares(units.take(union), group)}
     fitting = [share for share, each in weights.items() if abs(together - _weighed(each, alone)) <= rounding]

@@ -293,6 +293,32 @@ def test_documents_without_labels(base: Any, options: dict[str, Any]) -> None:
     assert_same_steps(found, trained(base, only_some_learned, **options))
 
 
+def test_a_batch_without_labels_tells_nothing() -> None:
+    """A mean over its labels is no number, which must not be taken for a loss that is no sum."""
+
+    def collator() -> Any:
+        numbers = iter(range(1000))
+
+        def collate(features: Any) -> Any:
+            batch = padded(features)
+            if next(numbers) % 3 == 0:
+                batch["labels"][:] = -100
+            return batch
+
+        return collate
+
+    class Sum(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **others: Any) -> Any:
+            logits = model(**{name: value for name, value in inputs.items() if name != "labels"}).logits
+            labels = inputs["labels"][:, 1:]
+            return torch.nn.functional.cross_entropy(logits[:, :-1].mT, labels, reduction="sum") / 200
+
+    with pytest.warns(StaysPadded, match="none of them has labels"):
+        found = trained(fa2patch.packed_trainer(Sum, max_tokens=100), collator())
+    assert_same_steps(found, trained(Sum, collator()))
+    assert found.token_budget.shares.share == Share(1, "sum")
+
+
 @pytest.mark.parametrize("base", [Trainer, MeanOfDocuments, MeanOfTokens])
 def test_batches_of_two_documents(base: Any) -> None:
     options = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}

@@ -17,7 +17,7 @@ NEAR = 1e-5
 pytestmark = [pytest.mark.slow, pytest.mark.parametrize("stack", ["axolotl-0.12.2", "axolotl-0.19.0"])]
 CASES = (
     "padded", "padded, eight", "padded, patched", "packed", "packed, two rows", "packed, rows of axolotl",
-    "dpo", "dpo, patched",
+    "dpo", "dpo, patched", "lora", "lora, packed", "axolotl train",
 )  # fmt: skip
 
 
@@ -41,6 +41,18 @@ def test_packed_training_and_evaluation_have_the_losses_of_padded_ones(stack: st
     assert len(set(padded["eval"])) == len(padded["eval"]) == 2
     assert found["eval"] == pytest.approx(padded["eval"], rel=NEAR)
     assert found["verified"] == {"ok": True, "documents": 4}
+
+
+def test_packed_adapters_have_the_losses_of_padded_ones(stack: str) -> None:
+    found = runs(stack)["lora, packed"]
+    assert_same(found, runs(stack)["lora"])
+    assert found["losses"] != runs(stack)["packed"]["losses"]
+    assert found["verified"] == {"ok": True, "documents": 4}
+
+
+def test_the_command_trains_as_what_it_imports(stack: str) -> None:
+    """The other trainings are processes that run what ``axolotl`` runs, because its imports take as long as they do."""
+    assert_same(runs(stack)["axolotl train"], runs(stack)["padded"])
 
 
 def test_several_rows_of_a_batch_are_one_row_without_padding(stack: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import tempfile
 import traceback
@@ -30,6 +31,8 @@ PAIRS = {
     "rl": "dpo", "remove_unused_columns": False, "test_datasets": None, "eval_steps": None, "curriculum_sampling": None,
     "datasets": [{"path": "pairs.jsonl", "ds_type": "json", "split": "train", "type": {"field_prompt": "prompt"}}],
 }  # fmt: skip
+NO_KERNELS = dict.fromkeys(("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel"), False)  # they need a GPU
+LORA = {"adapter": "lora", "lora_r": 4, "lora_alpha": 8, "lora_dropout": 0.0, "lora_target_linear": True, **NO_KERNELS}
 CASES: dict[str, tuple[list[str], dict[str, Any]]] = {
     "padded": ([], {}),
     "padded, eight": ([], {"micro_batch_size": 8, "gradient_accumulation_steps": 1}),
@@ -39,8 +42,11 @@ CASES: dict[str, tuple[list[str], dict[str, Any]]] = {
     "packed, two rows": ([OURS], {**PACKED, "micro_batch_size": 2, "gradient_accumulation_steps": 1}),
     "dpo": ([], PAIRS),
     "dpo, patched": ([OURS], PAIRS),
+    "lora": ([], LORA),
+    "lora, packed": ([OURS], {**LORA, **PACKED}),
+    "axolotl train": ([OURS], PACKED),
 }
-"""The plugins, and what differs from a padded training."""
+"""The plugins, and what differs from a padded training. A command is named as it is typed."""
 
 
 def documents(groups: int, seed: int) -> list[dict[str, Any]]:
@@ -85,14 +91,28 @@ def run(case: str, folder: Path) -> dict[str, Any]:
     given = {name: value for name, value in configuration(plugins, changed, folder).items() if value is not None}
     file.write_text(json.dumps(given))  # JSON is YAML
     os.environ.update(RECORD=str(record), VERIFIED="1" if OURS in plugins else "")
-    child = os.fork()  # a process of its own for each training, without importing axolotl again
-    if not child:
-        train(file, log)
-    _, status = os.waitpid(child, 0)
+    status = (command if case == "axolotl train" else forked)(file, log)
     said = log.read_text().splitlines()
     if status or not record.exists():
         raise SystemExit("\n".join([case, *said[-60:]]))
     return {**json.loads(record.read_text()), "said": [line for line in said if line.startswith("fa2patch:")]}
+
+
+def command(file: Path, log: Path) -> int:
+    """Run ``axolotl train`` as it is typed."""
+    path = os.pathsep.join([str(Path(__file__).parent), os.environ["PYTHONPATH"]])  # of the plugin that notes
+    line = [str(Path(sys.executable).with_name("axolotl")), "train", str(file), "--launcher", "python"]
+    with open(log, "w") as opened:
+        variables = {**os.environ, "PYTHONPATH": path}
+        return subprocess.run(line, cwd=file.parent, env=variables, stdout=opened, stderr=opened).returncode
+
+
+def forked(file: Path, log: Path) -> int:
+    """Run ``axolotl train`` in a process of its own, without importing axolotl again."""
+    child = os.fork()
+    if not child:
+        train(file, log)
+    return os.waitpid(child, 0)[1]
 
 
 def train(file: Path, log: Path) -> None:

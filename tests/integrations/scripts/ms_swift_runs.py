@@ -30,7 +30,8 @@ except ImportError:  # ms-swift 3
 OLD = metadata.version("ms-swift").startswith("3.")
 FREE, PACKED = ["--padding_free", "true"], ["--packing", "true", "--per_device_train_batch_size", "1"]
 EMBEDDING = ["--task_type", "embedding", "--loss_type", "infonce", "--dataset", "texts.jsonl"]
-RERANKER = ["--task_type", "reranker", "--loss_type", "pointwise_reranker", "--dataset", "ranked.jsonl"]
+RERANKER = ["--task_type", "reranker", "--dataset", "ranked.jsonl"]
+RERANKER += ["--loss_type", "reranker" if OLD else "pointwise_reranker"]
 DPO = ["--rlhf_type", "dpo", "--dataset", "pairs.jsonl"]
 CASES: dict[str, tuple[bool, list[str]]] = {
     "padded": (False, []),

@@ -5,6 +5,7 @@ It uses only torch and numpy, so it is the same for every Transformers version.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,6 +37,9 @@ from .columns import (
 )
 from .loss_weights import check_columns, check_option, weighted
 from .shapes import check_rounding, require_few, stated_longest
+
+TRLS_MASKS = ("completion_mask", "assistant_masks")
+"""Columns in which TRL marks the tokens that are learned."""
 
 
 @dataclass
@@ -233,6 +237,14 @@ class DataCollatorWithFlattening:
         """Add the ``labels``, unless they are of documents, and apply the loss masks."""
         columns = flat.columns
         if not self.document_labels and "labels" not in columns:
+            unread = [name for name in TRLS_MASKS if name in columns and name not in self.loss_masks]
+            if unread:
+                warnings.warn(
+                    f"The examples have {' and '.join(unread)} and no labels: every token is learned, the prompts' too. "
+                    f"Pass loss_masks={unread!r} to learn what the column marks, or leave the column out.",
+                    UserWarning,
+                    stacklevel=4,
+                )
             columns["labels"] = columns["input_ids"].copy()
         selected = [_selected(name, columns.pop(name), flat) for name in self.loss_masks if name in columns]
         if selected:

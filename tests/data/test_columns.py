@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+import warnings
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,15 @@ def collate(features: Any, **options: Any) -> dict[str, Any]:
 
 
 class TestLossMasks:
+    def test_a_column_that_says_what_is_learned_is_not_passed_over_in_silence(self) -> None:
+        example = {"input_ids": [1, 2, 3], "completion_mask": [0, 1, 1]}
+        with pytest.warns(UserWarning, match=r"completion_mask and no labels.*loss_masks=\['completion_mask'\]"):
+            collate([example])
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            collate([example], loss_masks=MASKS)
+            collate([{**example, "labels": [-100, 2, 3]}])
+
     def test_what_a_mask_hides_is_not_learned(self) -> None:
         features = [
             {"input_ids": [1, 2, 3], "completion_mask": [0, 1, 1], "assistant_masks": [1, 0, 1]},

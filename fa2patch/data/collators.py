@@ -240,8 +240,8 @@ class DataCollatorWithFlattening:
             unread = [name for name in TRLS_MASKS if name in columns and name not in self.loss_masks]
             if unread:
                 warnings.warn(
-                    f"The examples have {' and '.join(unread)} and no labels: every token is learned, the prompts' too. "
-                    f"Pass loss_masks={unread!r} to learn what the column marks, or leave the column out.",
+                    f"The examples have {' and '.join(unread)} and no labels: every token is learned, also those of "
+                    f"prompts. Pass loss_masks={unread!r} to learn what the column marks, or leave the column out.",
                     UserWarning,
                     stacklevel=4,
                 )

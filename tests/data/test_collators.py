@@ -199,9 +199,10 @@ class TestContract:
 class TestFurtherKeys:
     def test_concatenated_with_their_kind_of_dtype(self) -> None:
         features = [
-            {"input_ids": [1, 2], "labels": [1, 2], "completion_mask": [0, 1], "ok": [True, False], "weights": [0.5, 1.0]},
-            {"input_ids": [3], "labels": [3], "completion_mask": [1], "ok": [True], "weights": [2]},
+            {"input_ids": [1, 2], "completion_mask": [0, 1], "ok": [True, False], "weights": [0.5, 1.0]},
+            {"input_ids": [3], "completion_mask": [1], "ok": [True], "weights": [2]},
         ]
+        features = [{**each, "labels": each["input_ids"]} for each in features]
         batch = collate(features)
         assert list(batch) == ["input_ids", "labels", "position_ids", "completion_mask", "ok", "weights"]
         assert batch["completion_mask"].tolist() == [[0, 1, 1]]

@@ -54,7 +54,7 @@ def apply(
 
             - ``"auto"`` (for a new patch): for each layer the first of ``"flash_attn_3"``, ``"flash_attn"``,
               ``"flash_attn_4"``, ``"torch_varlen"``, ``"efficient"``, ``"flex"`` and ``"reference"`` that can compute
-              it on this machine.
+              it on this machine; on an Ascend NPU ``"ascend"``, with ROCm ``"aiter"`` before ``"torch_varlen"``.
             - One of these names: that kernel, or an error. ``fa2patch kernels`` shows which ones can run here.
             - ``"hub:org/name"``: a build of the Hugging Face kernels hub, which is downloaded. ``"hub"`` takes the
               default one.

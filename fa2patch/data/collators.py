@@ -15,7 +15,7 @@ import torch
 
 from ..documents.names import IGNORED_LABEL, REAL
 from ..errors import CollatorError
-from ..packing.still_shapes import ends_of, rounded_up
+from ..packing.still_shapes import ends_of, rounded_up, stated_longest
 from .columns import (
     IDS,
     LABELS,
@@ -36,7 +36,7 @@ from .columns import (
     starts,
 )
 from .loss_weights import check_columns, check_option, weighted
-from .shapes import check_rounding, require_few, stated_longest
+from .shapes import check_rounding, require_few, require_short
 
 TRLS_MASKS = ("completion_mask", "assistant_masks")
 """Columns in which TRL marks the tokens that are learned."""
@@ -187,7 +187,9 @@ class DataCollatorWithFlattening:
         arrays, longest = self._arrays(features, separator)
         batch = of_framework(framework, arrays)
         if self.return_flash_attn_kwargs:
-            batch["max_length_q"] = batch["max_length_k"] = stated_longest(longest, self.longest_document)
+            stated = stated_longest(longest, self.longest_document)
+            require_short(longest, stated)
+            batch["max_length_q"] = batch["max_length_k"] = stated
         return batch
 
     def framework(self, return_tensors: str | None) -> str:

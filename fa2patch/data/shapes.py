@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..errors import CollatorError
-from ..packing.still_shapes import STEPS, rounded_up
+from ..packing.still_shapes import STEPS
 from .columns import integer
 
 
@@ -24,17 +24,10 @@ def require_few(documents: int, most: int | None) -> None:
         )
 
 
-def stated_longest(longest: int, stated: int | str | None) -> int:
-    """Return ``max_length_q`` of a row from its longest document and the option ``longest_document``.
-
-    Raises:
-        CollatorError: The row has a longer document than stated.
-    """
-    if stated is None or isinstance(stated, str):
-        return rounded_up(longest, stated)
+def require_short(longest: int, stated: int) -> None:
+    """Raise :class:`CollatorError` if a row has a longer document than it states as ``max_length_q``."""
     if longest > stated:
         raise CollatorError(
             f"longest_document={stated}, but a document of the row, or its padding, has {longest} tokens. Raise "
             "longest_document; the length of a whole row is always enough."
         )
-    return stated

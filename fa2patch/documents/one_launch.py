@@ -83,13 +83,18 @@ def looked_at(
 
 
 class Row(NamedTuple):
-    """What the kernel is tried with: the arguments of :func:`looked_at` as lists, and whether they are right."""
+    """What the kernel is tried with.
+
+    Attributes:
+        holds: whether all is right.
+        ends, shape, longest, ends_of_keys: the arguments of :func:`looked_at`, as lists.
+        starts: where ids begin again from 0; None for no ids.
+    """
 
     holds: bool
     ends: list[int]
     shape: tuple[int, int]
     starts: list[int] | None
-    """Where ids begin again from 0; None for no ids."""
     longest: int | None = None
     ends_of_keys: list[int] | None = None
 

@@ -89,6 +89,8 @@ def from_cu_seqlens(
     if cu.device.type == "cpu" and not compiling():
         lengths = _lengths_of(cu_seqlens.flatten(), shape[0] * shape[1])
     keys = None if cu_seqlens_k is None else cu_seqlens_k.flatten()
+    if keys is not None and keys.shape != cu.shape:
+        raise BoundaryConflict(_KEYS)
     if not (cu.is_cuda and attention_mask is None and _in_one_launch(cu, keys, shape, position_ids, longest)):
         checks = _ends(cu, shape[0] * shape[1], longest, lengths)
         if keys is not None:
@@ -136,8 +138,6 @@ def _in_one_launch(
         ids = ids.to(cu.device)
         if ids.dim() == 3 or type(ids) is not torch.Tensor:
             return False
-    if keys is not None and keys.shape != cu.shape:
-        raise BoundaryConflict(_KEYS)
     kernel = _kernel()
     if kernel is None or not kernel.believed(cu.device.index):
         return False
@@ -191,8 +191,6 @@ def _ends(cu: torch.Tensor, tokens: int, max_seqlen: int | None, lengths: tuple[
 
 
 def _same(cu: torch.Tensor, cu_k: torch.Tensor) -> Check:
-    if cu.shape != cu_k.shape:
-        raise BoundaryConflict(_KEYS)
     return Check((cu == cu_k).all(), BoundaryConflict, _KEYS)
 
 

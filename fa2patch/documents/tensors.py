@@ -172,7 +172,7 @@ def check_readable(name: str, tensor: torch.Tensor, error: type[Exception]) -> N
 
 def is_integers(value: Any) -> bool:
     """Whether a value is a dense tensor of integers."""
-    tensor = isinstance(value, torch.Tensor)
+    tensor = isinstance(value, torch.Tensor)  # _is_dense, without its call: each forward asks twice
     return tensor and value.dtype in _INTEGERS and value.layout == torch.strided and not value.is_nested
 
 

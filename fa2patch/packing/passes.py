@@ -265,9 +265,11 @@ def _of_examples(batch: Any, shapes: StillShapes) -> Units:
         else max(token_count(example) - 1, 0)
         for example in examples
     ]
-    learned_of = np.array(learned, np.int64)
-    take = lambda chosen: [examples[unit] for unit in chosen.tolist()]  # noqa: E731
-    return Units(tokens, learned_of, take, most=shapes.max_documents)
+
+    def take(chosen: Ints) -> Any:
+        return [examples[unit] for unit in chosen.tolist()]
+
+    return Units(tokens, np.array(learned, np.int64), take, most=shapes.max_documents)
 
 
 def _documents(batch: Mapping[str, Any], ids: torch.Tensor) -> list[int] | None:

@@ -41,6 +41,15 @@ def rounded_up(tokens: int, to: int | str | None) -> int:
     return tokens + -tokens % to
 
 
+def stated_longest(longest: int, stated: int | str | None) -> int:
+    """Return ``max_length_*`` of a row by the option ``longest_document``.
+
+    A number is stated as it is, also if a document is longer, which the caller refuses. The rules of
+    :func:`rounded_up`, or None, are about the row's own longest document.
+    """
+    return rounded_up(longest, stated) if stated is None or isinstance(stated, str) else stated
+
+
 def ends_of(documents: Sequence[int], number: int | None) -> npt.NDArray[np.int32]:
     """Return 0 and the end of every document, int32 ``[documents + 1]``, or with a ``number`` int32 ``[number + 1]``.
 
@@ -125,10 +134,9 @@ class StillShapes:
         Raises:
             PackingError: The row has a longer document than stated.
         """
-        stated, longest = self.longest_document, max(documents)
-        if stated is None or isinstance(stated, str):
-            return rounded_up(longest, stated)
-        if longest > stated:
+        longest = max(documents)
+        stated = stated_longest(longest, self.longest_document)
+        if stated < longest:
             raise PackingError(
                 f"longest_document={stated}, but a document of the batch has {longest} tokens. Raise it; max_tokens is "
                 "always enough, unless too_long='alone'."

@@ -139,7 +139,7 @@ def examine(patch: Examined, module: Model, call: Call, mask: PackedMask) -> Non
         heads.require_patched(patch)
     if vars(module).get("_is_replica") or patch.model.__dict__.get(MARK) is not patch:  # reverted
         return
-    kept = examination.structure
+    kept = examination.structure  # asked here, so that a batch of a model as it was needs no other call
     if (kept is None or not kept.is_as_kept()) and _has_changed(patch):
         with _lock:
             if _has_changed(patch):

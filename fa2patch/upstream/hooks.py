@@ -41,6 +41,7 @@ def before_foreign(module: Any, args: Args, kwargs: Call) -> Any:
     ``position_ids``. Nothing changes if the forward is ours, or if there are no ``position_ids`` that it takes.
     """
     patch, own = module.__dict__.get(MARK), module.__dict__.get("forward")
+    # foreign.on_top's own first question: every forward of every patched model asks it
     if patch is None or (foreign.of_class(type(module).forward) if own is None else foreign.on_top(module)):
         return None
     if caches.has_paged(kwargs):

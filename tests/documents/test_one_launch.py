@@ -71,4 +71,4 @@ def test_otherwise_the_operators_look(asserted, monkeypatch, why):
 def test_other_ends_of_keys_are_refused_on_the_host(asserted, monkeypatch):
     kernel(monkeypatch)
     with pytest.raises(errors.BoundaryConflict, match="cu_seq_lens_q and cu_seq_lens_k differ"):
-        stated._in_one_launch(ints(0, 3, 6), ints(0, 6), (1, 6), IDS, 3)
+        from_cu_seqlens(ints(0, 3, 6), 3, (1, 6), cu_seqlens_k=ints(0, 6), position_ids=IDS)

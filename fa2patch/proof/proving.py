@@ -137,7 +137,8 @@ class _Runs:
     def from_alone(self) -> float:
         """How far a document's outputs are from those in a row of its own, relative to the largest; 0 if unknown.
 
-        It is unknown for pictures, whose parts are not known, for trees, if something draws random numbers that cannot
+        It is 0, too, if one rounding of its embeddings moves it further: kernels round by the length of a row. It is
+        unknown for pictures, whose parts are not known, for trees, if something draws random numbers that cannot
         be made constant, as a kernel with dropout does, and if the document cannot be run by itself.
         """
         if passed(self.call, MEDIA) or self.is_tree or self.near == float("inf"):
@@ -155,7 +156,8 @@ class _Runs:
             own = on_its_own(call, [document], self.shape)
             mask = packed_mask_of(own, vars(self.original)[MARK])
             assert mask is not None, "its length was stated"
-            expected = _Runs(self.model, self.original, own, mask).outputs(None, constant_draws=True)
+            alone = _Runs(self.model, self.original, own, mask)
+            expected = alone.outputs(None, constant_draws=True)
         except Exception:  # code that cannot compute this document, or not without its labels
             return 0.0
         here, again = (self.outputs(None, seed, constant_draws=True) for seed in (0, 1))
@@ -163,10 +165,17 @@ class _Runs:
             return 0.0
         inside = [document.of(values)[None] for values in here]
         pairs = [(one, other) for one, other in zip(expected, inside) if one.shape == other.shape]
-        return max((distance([one], [other]) for one, other in pairs), default=0.0)
+        far = max((distance([one], [other]) for one, other in pairs), default=0.0)
+        if far > self.near and far <= distance(alone.outputs(None, constant_draws=True, rounded=True), expected):
+            return 0.0
+        return far
 
     def outputs(
-        self, exchanged: torch.Tensor | None, seed: int = 0, constant_draws: bool = False
+        self,
+        exchanged: torch.Tensor | None,
+        seed: int = 0,
+        constant_draws: bool = False,
+        rounded: bool = False,
     ) -> list[torch.Tensor]:
         """The outputs per token of the base model, and projections of the model's, each ``[batch, length, numbers]``.
 
@@ -177,14 +186,14 @@ class _Runs:
         handle = self.decoder.register_forward_hook(lambda *given: found.extend(self._of_tokens(given[-1])))
         try:
             with _ConstantDraws() if constant_draws else contextlib.nullcontext():  # type: ignore[no-untyped-call]
-                output = self._run(exchanged)
+                output = self._run(exchanged, rounded)
         finally:
             handle.remove()
         return found if self.model is self.decoder else [*found, *map(projected, self._of_tokens(output))]
 
-    def _run(self, exchanged: torch.Tensor | None) -> Any:
+    def _run(self, exchanged: torch.Tensor | None, rounded: bool = False) -> Any:
         """The output of the model with other embeddings for some tokens. Sets ``leaf``."""
-        embeddings = Embeddings(exchanged, self.shape)
+        embeddings = Embeddings(exchanged, self.shape, rounded=rounded)
         call = dict(self.call)
         if isinstance(call.get("position_ids"), torch.Tensor):
             call["position_ids"] = call["position_ids"].clone()  # ERNIE-M adds to them in place

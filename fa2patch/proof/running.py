@@ -82,6 +82,7 @@ class Embeddings:
             token.
         shape: ``(batch, length)`` of the embeddings that are meant; None for any.
         split: the model that splits the rows, if one does: the leaf is then of whole rows.
+        rounded: whether every number is another one by one rounding, up and down in turns.
         leaf: what the model was given first; None before that.
     """
 
@@ -90,8 +91,9 @@ class Embeddings:
         exchanged: torch.Tensor | None = None,
         shape: tuple[int, int] | None = None,
         split: WholeRows | None = None,
+        rounded: bool = False,
     ) -> None:
-        self.exchanged, self.shape, self.split = exchanged, shape, split
+        self.exchanged, self.shape, self.split, self.rounded = exchanged, shape, split, rounded
         self.leaf: torch.Tensor | None = None
 
     def given(self, embedded: torch.Tensor) -> torch.Tensor:
@@ -101,6 +103,9 @@ class Embeddings:
         if self.exchanged is not None:
             tokens = self.exchanged[..., None].to(embedded.device)
             embedded = torch.where(tokens, embedded.roll(1, -1) * 1.25, embedded)
+        if self.rounded:  # not all in one direction, which a norm would undo
+            turns = torch.arange(embedded.numel(), device=embedded.device).view(embedded.shape) % 2
+            embedded = embedded * (1 + (2 * turns - 1).to(embedded) * torch.finfo(embedded.dtype).eps)
         if not torch.is_grad_enabled() or self.leaf is not None:
             return embedded
         embedded = embedded.detach()

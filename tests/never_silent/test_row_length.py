@@ -101,6 +101,30 @@ def test_what_rounds_is_not_refused(dtype):
     patched(llama().to(dtype), nothing)(**pack(DOCS))
 
 
+def rounded_by_length(size):
+    """A module after which one rounding grows, as in a hybrid of random weights, and that rounds by a row's length.
+
+    Scans in chunks do, whose sums are in another order in a longer row. ``size`` is how many roundings it makes.
+    """
+
+    def rounded(module, output):
+        by_length = 1 + size * torch.finfo(output.dtype).eps * (output.shape[1] > len(DOCS[0]))
+        return torch.sin(100 * output * by_length)
+
+    return on_outputs(mlp_of, rounded)
+
+
+def test_a_rounding_that_grows_is_not_refused():
+    """Qwen3.5 with random weights and LoRA in bfloat16: its documents are 6.5e-2 off alone, and one rounding of its
+    embeddings moves it by 0.9."""
+    patched(llama().to(torch.bfloat16), rounded_by_length(1))(**pack(DOCS))
+
+
+def test_more_than_a_rounding_that_grows_is_refused():
+    with refusal("length of the row", fa2patch.errors.PackingNotIsolated):
+        patched(llama(), rounded_by_length(10_000))(**pack(DOCS))
+
+
 def test_what_computes_in_less_than_its_weights_is_not_refused():
     """As xLSTM does."""
     less = on_outputs(mlp_of, lambda module, output: (output / 3).float().double())

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 
@@ -32,12 +33,12 @@ def stack(quick: bool, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     for name, value in wanted.variables.items():
         monkeypatch.setenv(name, value)
 
-    def run(kind: str, way: str, *precision: str) -> dict[str, Any]:
-        out = tmp_path / "found.pt"
+    def run(kind: str, way: str, along: str = "") -> dict[str, Any]:
+        out = tmp_path / f"{way}{'-in-bf16' if along else ''}.pt"
         with environments.only_our_packages() as ours:
             path = (ours, tests / "helpers", tests / "integrations" / "scripts")
             monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, path)))
-            told = (kind, way, "4" if quick else "50", str(out), *precision)
+            told = (kind, way, "4" if quick else "50", str(out), *([str(tmp_path / f"{along}.pt")] if along else []))
             memory.printed("compat_matrix.bench.budget", *told, python=python)
         return dict(torch.load(out))
 
@@ -53,14 +54,15 @@ def bench_budget(rows: Any, quick: bool, stack: Any, kind: str) -> None:
     difference to padded training. A peak is the most bytes of tensors that a batch has in use beyond those before it,
     as the allocator records them, in a process of its own: *peak* is that of the median batch, *largest* that of the
     worst. Code that fa2patch does not know is tried in some of the first batches, and what a loss is a mean of in
-    batches 1 to 8, 16 and 32; that is in *largest*. *bf16*: how far the weights are from those of padded float32
-    training, divided by how far padded training in bf16 is from them.
+    batches 1 to 8, 16 and 32; that is in *largest*. *bf16*: how far the gradients of a batch in bf16 are from those of
+    padded float32 training, divided by how far padded bf16 is from them, both at the weights of the float32 training;
+    the median of the batches.
     """
     if quick and kind != "trainer":
         return  # the environment of a quick run has no TRL
     rows.on = " with ".join(f"{name} {stacks()[STACK].pins[name]}" for name in ("trl", "transformers"))
     padded = stack(kind, PADDED)
-    rounded = off(stack(kind, PADDED, "bf16"), padded)
+    rounded = off(stack(kind, PADDED, along=PADDED), padded)
     for part, times in {PADDED: 0.0, **PARTS}.items():
         budget = round(times * padded["tokens"])
         found = stack(kind, f"budget{budget}") if times else padded
@@ -70,11 +72,12 @@ def bench_budget(rows: Any, quick: bool, stack: Any, kind: str) -> None:
         row |= {"passes": f"{found['passes']:.2f}", "peak, MB": f"{np.median(found['peaks']) / 1e6:.1f}"}
         row["largest, MB"] = f"{max(found['peaks']) / 1e6:.1f}"
         row |= {"losses": f"{losses:.0e}" if times else "", "weights": f"{weights:.0e}" if times else ""}
-        in_bf16 = off(stack(kind, f"budget{budget}", "bf16"), padded) / rounded if times else 0.0
+        in_bf16 = np.median(off(stack(kind, f"budget{budget}", along=PADDED), padded) / rounded) if times else 0.0
         rows.append({**row, "bf16": f"{in_bf16:.2f}" if times else ""})
 
 
-def off(found: dict[str, Any], padded: dict[str, Any]) -> float:
-    """How far the weights of two trainings are apart: the square root of the summed squares."""
-    far = [float((found["weights"][name] - each).square().sum()) for name, each in padded["weights"].items()]
-    return sum(far) ** 0.5
+def off(found: dict[str, Any], padded: dict[str, Any]) -> npt.NDArray[np.float64]:
+    """How far the gradients of two trainings are apart: the norm of the difference in each batch, ``[batches]``."""
+    pairs = zip(found["gradients"], padded["gradients"], strict=True)
+    far = [sum(float((one[name] - each).square().sum()) for name, each in other.items()) for one, other in pairs]
+    return np.sqrt(far)

@@ -1,9 +1,12 @@
 """Trains one of the trainers that the tests have, padded or with a budget of tokens, and writes what it took.
 
-``python -m compat_matrix.bench.budget KIND WAY STEPS OUT [bf16]`` runs in the environment of a stack, with
+``python -m compat_matrix.bench.budget KIND WAY STEPS OUT [ALONG]`` runs in the environment of a stack, with
 ``tests/helpers`` and ``tests/integrations/scripts`` on ``PYTHONPATH``. The part *budget* starts it. OUT gets the
-weights, the optimizer's steps, the loss and the peak of memory of each batch, the passes of a batch, and the tokens of
-a padded one.
+weights, the optimizer's steps, the weights before each batch and the gradients after it, its loss and its peak of
+memory, the passes of a batch, and the tokens of a padded one.
+
+ALONG is the OUT of another training. This one is then in bf16, and begins each batch with that one's weights, so that
+gradients of the same weights are compared: in bf16, two trainings are soon far apart whatever rounds them.
 """
 
 from __future__ import annotations
@@ -21,21 +24,30 @@ import fa2patch
 PADDED = "padded"
 
 
-def main(kind: str, way: str, steps: str, out: str, precision: str = "") -> None:
+def main(kind: str, way: str, steps: str, out: str, along: str = "") -> None:
     """Train, and write what was found."""
     torch.set_num_threads(1)
-    trainer = made(kind, way, int(steps), precision == "bf16")
+    trainer = made(kind, way, int(steps), bool(along))
+    given = torch.load(along)["before"] if along else []
     losses: list[float] = []
     peaks: list[int] = []
     tokens: list[int] = []
+    before: list[dict[str, torch.Tensor]] = []
+    gradients: list[dict[str, torch.Tensor]] = []
     step = trainer.training_step
 
     @functools.wraps(step)
     def noted(*args: Any, **kwargs: Any) -> Any:
+        held = dict(trainer.model.named_parameters())
+        with torch.no_grad():
+            for name, value in given[len(before)].items() if along else ():
+                held[name].copy_(value)
+        before.append({name: each.detach().clone() for name, each in held.items()})
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
             loss = step(*args, **kwargs)
         losses.append(float(loss))
         peaks.append(peak(profile))
+        gradients.append({name: each.grad.clone() for name, each in held.items() if each.grad is not None})
         return loss
 
     trainer.training_step = noted
@@ -45,7 +57,8 @@ def main(kind: str, way: str, steps: str, out: str, precision: str = "") -> None
     logs = [entry.get("passes_per_batch", 1.0) for entry in trainer.state.log_history if "loss" in entry]
     found = {
         "losses": losses, "weights": trainer.model.state_dict(), "steps": trainer.state.global_step,
-        "passes": sum(logs) / len(logs), "peaks": peaks, "tokens": sum(tokens) / len(losses),
+        "passes": sum(logs) / len(logs), "peaks": peaks, "tokens": sum(tokens) / len(losses), "before": before,
+        "gradients": gradients,
     }  # fmt: skip
     torch.save(found, out)
 

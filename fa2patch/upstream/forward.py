@@ -364,6 +364,7 @@ def _with_mask(step: Step, mask: PackedMask) -> Any:
     except Exception as error:
         if step.role.pools and not is_no_verdict(error):  # upstream may fail on input ids that lost the packed row
             _require_delivered(step)
+            heads.refuse_failed_hooks(step.module, models(step.module)[-1], error)
         raise
     if step.pieces:
         _require_delivered(step)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import traceback
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +26,7 @@ from .._torch import uncompiled
 from .._types import Call, Function, Model
 from ..documents.boundaries import Boundaries
 from ..documents.names import FEWER_LOGITS, LABELS, LENGTHS, LOSS_LABELS, TOKENS
-from ..errors import BadBatch, PackingNotIsolated, UnsupportedModel
+from ..errors import BadBatch, Fa2PatchError, PackingNotIsolated, UnsupportedModel
 from . import attached, inspecting, labels
 from .calls import passed
 from .facts import Facts
@@ -296,6 +297,24 @@ def pooled_by_document(model: Model, call: Call, mask: PackedMask) -> tuple[dict
     if call.get("labels") is not None:
         call["labels"] = _one_per_document(call["labels"], len(tokens))
     return call, ride
+
+
+def refuse_failed_hooks(head: Model, base: Any, error: Exception) -> None:
+    """Say what a forward hook on the base model was given, if an error comes from one.
+
+    A hook that gives each document a padded row of its own expects the hidden states of a whole row. ms-swift has one
+    for rerankers with ``--padding_free``.
+    """
+    ran = {frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)}
+    for hook in base._forward_hooks.values():
+        if getattr(hook, "__code__", None) in ran and not isinstance(error, Fa2PatchError):
+            name = f"{hook.__module__}.{hook.__qualname__}"
+            raise PackingNotIsolated(
+                f"{type(head).__name__} pools the last token of each document of a packed batch, so {name}, a forward "
+                f"hook on its {type(base).__name__}, was given the hidden states of these tokens, [documents, 1, "
+                f"hidden], and failed ({error}). Give padded batches, which are computed packed, and leave out the "
+                "option that makes packed rows; or take that hook out."
+            ) from error
 
 
 @uncompiled

@@ -120,6 +120,22 @@ def test_through_super(llama: Any, expected: Any, batch: Any) -> None:
     assert_same(run(derived, batch), expected)
 
 
+def test_a_hook_that_expects_whole_rows_is_named(llama: Any, batch: Any) -> None:
+    """ms-swift's gives each document a padded row of its own, in the place of the head's pooling."""
+
+    def by_document(module: Any, args: Any, kwargs: Any, output: Any) -> Any:
+        lengths = [5, 1, 9, 3]
+        output["last_hidden_state"] = torch.nn.utils.rnn.pad_sequence(output[0].squeeze(0).split(lengths), True)
+        return output
+
+    llama.model.register_forward_hook(by_document, with_kwargs=True)
+    fa2patch.apply(llama, prove=False)
+    with pytest.raises(
+        fa2patch.errors.PackingNotIsolated, match="by_document, a forward hook on its LlamaModel.*padded"
+    ):
+        llama(**batch)
+
+
 def test_trainer_trains_evaluates_and_predicts(llama: Any, tmp_path: Path) -> None:
     examples = [{"input_ids": doc.tolist(), "label": int(doc[0]) % 2} for doc in documents(5, 1, 9, 3, 7, 2, 4, 6)]
 

@@ -15,6 +15,7 @@ import threading
 import traceback
 import weakref
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from types import CodeType, FrameType
 from typing import Any, Callable, TypeVar
 
@@ -328,6 +329,12 @@ def autocast_uncached() -> Iterator[None]:
         yield
     finally:
         torch.set_autocast_cache_enabled(kept)
+
+
+def eagerly() -> AbstractContextManager[None]:
+    """Compiled functions run as they were written inside, where torch can do that (2.6)."""
+    stance = getattr(torch.compiler, "set_stance", None)
+    return contextlib.nullcontext() if stance is None else stance("force_eager")
 
 
 @contextlib.contextmanager

@@ -13,6 +13,8 @@ mean. So one document is run in a row of its own, too.
 from __future__ import annotations
 
 import contextlib
+import functools
+import math
 from typing import Any
 
 import torch
@@ -33,7 +35,7 @@ from ..upstream.step import MARK, ROLE, Patched
 from . import locate
 from .inputs import RowSlice, example, on_its_own, parities, slices_between
 from .replica import replica
-from .running import Embeddings, is_mixture, left_as_it_was, near, rounding
+from .running import Embeddings, left_as_it_was, near, picks, rounding
 from .unknown import unknown, unknown_modules
 
 
@@ -96,11 +98,18 @@ class _Runs:
         self.real = torch.tensor(True) if mask.real is None else mask.real.to(self.device) != 0
         self.pooled = _pooled_segments(self.tree, mask)
         self.pools = vars(original)[ROLE].pools
-        rounds = is_mixture(model) or hasattr(model, "hf_quantizer")
-        dtype = computed_in(next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0)))
-        self.bound = rounding(dtype) if rounds else 0.0
+        self.dtype = computed_in(next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0)))
         # xLSTM computes in float32 inside of float64, and without gradients nothing shows it
-        self.near = float("inf") if rounds else near(torch.float32 if dtype == torch.float64 else dtype)
+        self.near = near(torch.float32 if self.dtype == torch.float64 else self.dtype)
+
+    @functools.cached_property
+    def bound(self) -> float:
+        """The largest change that is accepted: 0, or rounding in what is quantized and where tokens pick experts.
+
+        It takes a run to know, so it is asked for where something changed only.
+        """
+        rounds = hasattr(self.model, "hf_quantizer") or picks(lambda: self._run(None), math.prod(self.shape))
+        return rounding(self.dtype) if rounds else 0.0
 
     def require_apart(self, gradients: bool) -> None:
         """Raise :class:`PackingNotIsolated` if some documents reach others, or gradients of others reach them."""
@@ -110,11 +119,11 @@ class _Runs:
             after = self.outputs(exchanged)
             moved = distance(after, before, ~exchanged)
             crossing = self.gradient(after, exchanged) if gradients else 0.0
-            if moved > self.bound:
-                again = self.outputs(None)  # measures the noise of a nondeterministic kernel
-                if moved > 2 * distance(again, before) + self.bound:
+            if moved > 0:
+                noise = 2 * distance(self.outputs(None), before)  # of a nondeterministic kernel
+                if moved > noise and moved > noise + self.bound:
                     raise PackingNotIsolated(self.leak(exchanged, "changed"))
-            if crossing > self.bound:
+            if crossing > 0 and crossing > self.bound:
                 raise PackingNotIsolated(self.leak(exchanged, "sent them a gradient"))
             shown = exchanged & self.real  # a padding's embedding may be zero, and no head pools padding
             if shown.any() and not distance(after, before, shown) > 0:
@@ -137,11 +146,12 @@ class _Runs:
     def from_alone(self) -> float:
         """How far a document's outputs are from those in a row of its own, relative to the largest; 0 if unknown.
 
-        It is 0, too, if one rounding of its embeddings moves it further: kernels round by the length of a row. It is
-        unknown for pictures, whose parts are not known, for trees, if something draws random numbers that cannot
-        be made constant, as a kernel with dropout does, and if the document cannot be run by itself.
+        It is 0, too, if one rounding of its embeddings moves it further, as kernels round by the length of a row, and
+        where such a rounding may pick other experts. It is unknown for pictures, whose parts are not known, for trees,
+        if something draws random numbers that cannot be made constant, as a kernel with dropout does, and if the
+        document cannot be run by itself.
         """
-        if passed(self.call, MEDIA) or self.is_tree or self.near == float("inf"):
+        if passed(self.call, MEDIA) or self.is_tree:
             return 0.0
         real = self.real.cpu().expand(self.shape)
         whole = [place for place in self._slices() if place.of(real).all()]
@@ -166,7 +176,9 @@ class _Runs:
         inside = [document.of(values)[None] for values in here]
         pairs = [(one, other) for one, other in zip(expected, inside) if one.shape == other.shape]
         far = max((distance([one], [other]) for one, other in pairs), default=0.0)
-        if far > self.near and far <= distance(alone.outputs(None, constant_draws=True, rounded=True), expected):
+        if far > self.near and (
+            self.bound or far <= distance(alone.outputs(None, constant_draws=True, rounded=True), expected)
+        ):
             return 0.0
         return far
 

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from .._torch import eagerly
 from .._types import Args, Call, Model
+from ..comparison import tensors
 from ..errors import PackingNotIsolated
 from .split_rows import WholeRows
 
 _ROUNDING, _ROUNDING_IN_HALF = {torch.float64: 1e-12, torch.float32: 1e-5}, 1e-2
 _NEAR, _NEAR_IN_HALF = {torch.float64: 1e-9, torch.float32: 1e-4}, 5e-2
-
-_EXPERTS = re.compile(r"expert|moe|router", re.IGNORECASE)
 
 _HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs")
 
@@ -30,9 +31,37 @@ def near(dtype: torch.dtype) -> float:
     return _NEAR.get(dtype, _NEAR_IN_HALF)
 
 
-def is_mixture(model: Model) -> bool:
-    """Whether a model has experts, judged by the names of its modules."""
-    return any(_EXPERTS.search(name) for name, _ in model.named_modules())
+class _Picks(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Inside, ``found`` becomes true where an operator makes whole numbers of others, one or more for each token."""
+
+    supports_higher_order_operators = True  # torch 2.13's name for: flex attention, too, is handed to this mode
+
+    def __init__(self, tokens: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.tokens = tokens
+        self.found: bool = False
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = function(*args, **(kwargs or {}))
+        if any(tensor.is_floating_point() for tensor in tensors((args, kwargs))):
+            whole = (tensor for tensor in tensors(output) if tensor.dtype in (torch.int64, torch.int32))
+            self.found |= any(tensor.numel() >= self.tokens for tensor in whole)
+        return output
+
+
+def picks(run: Callable[[], object], tokens: int) -> bool:
+    """Whether a run of a model picks something by its values for each of ``tokens``, as a router picks their experts.
+
+    Then other tokens decide how many share a token's matmul, which rounds by that number. A run that cannot be watched
+    picks nothing, so that it gets the stricter bound.
+    """
+    mode = _Picks(tokens)
+    try:
+        with torch.no_grad(), eagerly(), mode:
+            run()
+    except Exception:
+        return False
+    return mode.found
 
 
 @contextlib.contextmanager

@@ -20,12 +20,12 @@ from ..documents.names import IGNORED_LABEL, LABELS, LENGTHS, PARENTS, MediaRow
 from ..documents.trees import Tree
 from ..errors import BadBatch, Fa2PatchError, PackingNotIsolated
 from ..upstream import inspecting
-from ..upstream.find_models import makes_its_batches, models, token_embeddings, transformers_model
+from ..upstream.find_models import is_sharded, makes_its_batches, models, token_embeddings, transformers_model
 from ..upstream.step import MARK
 from . import locate
 from .inputs import RowSlice, checked, example, on_its_own, require_same_on_every_rank, slices_of, text_tokens
 from .result import Document, Verification
-from .running import dtypes_saved, is_mixture, left_as_it_was, near, outputs, outputs_and_embeddings, rounding
+from .running import dtypes_saved, left_as_it_was, near, outputs, outputs_and_embeddings, picks, rounding
 from .split_rows import WholeRows, whole
 
 _OTHER = {"document": "", "segment": ", which it does not continue"}
@@ -286,6 +286,17 @@ class Measurements:
         place = self.slices[at]
         return _largest(alone[0, -place.length :] - place.of(self.before)) / self.scale
 
+    def change_bound(self) -> float:
+        """The largest change with other documents' tokens that is accepted: 0, or rounding where tokens pick experts.
+
+        It takes a run to know. Where nothing changed it is 0, but every rank of a sharded model runs.
+        """
+        changes = [*(change for change, _ in self.moved.values()), *self.followed.values()]
+        if not any(changes) and not is_sharded(self.inner):
+            return 0.0
+        experts = picks(lambda: outputs(self.model, self.batch), self.shape.numel())
+        return rounding(self.dtype) if experts else 0.0
+
     def distance_bound(self) -> float:
         """The largest distance that is accepted.
 
@@ -340,7 +351,7 @@ class _Finding(NamedTuple):
 
 
 def _verification(measured: Measurements) -> Verification:
-    bound = rounding(measured.dtype) if is_mixture(measured.inner) else 0.0
+    bound = measured.change_bound()
     allowed = measured.distance_bound()
     documents = tuple(_document(measured, at) for at, place in enumerate(measured.slices) if place.real)
     reason, module, cls = next(_findings(measured, bound, allowed), _Finding())

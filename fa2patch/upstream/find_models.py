@@ -226,5 +226,7 @@ def is_sharded(inner: Model) -> bool:
     """Whether a model is sharded, so that its ranks compute each forward together and one rank cannot run it alone."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return False
-    sharded = any(hasattr(p, "ds_id") or hasattr(p, "_local_tensor") for p in inner.parameters())
-    return sharded or any(type(module).__name__ == "FullyShardedDataParallel" for module in inner.modules())
+    if any(hasattr(p, "ds_id") or hasattr(p, "_local_tensor") for p in inner.parameters()):
+        return True
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and any(isinstance(module, fsdp.FullyShardedDataParallel) for module in inner.modules())

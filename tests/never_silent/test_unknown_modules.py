@@ -5,13 +5,14 @@ import copy
 
 import pytest
 import torch
-from small_models import DOCS, alone, called, labelled, llama, patched, refusal, right_or_refused, told
+from small_models import DOCS, alone, assert_right, called, labelled, llama, patched, refusal, right_or_refused, told
 from unknown_modules import (
     MIXING,
     Around,
     attention_around_a_layer,
     harmless,
     mixes_gradients,
+    routed_mlps,
     shows_the_second,
     wrapped_mlp,
 )
@@ -56,15 +57,41 @@ def test_what_a_kernel_does_not_compute_twice_alike_is_no_leak_and_hides_no_leak
     """Runs with other tokens differ from the first by noise alone, less than twice as much as the same run does."""
 
     def unsteady(self, hidden):
-        return self.experts(hidden) * (1 + (self.noise.pop(0) if self.noise else 0.0))
+        return self.inner(hidden) * (1 + (self.noise.pop(0) if self.noise else 0.0))
 
     model = llama()
-    wrapped_mlp(model, lambda mlp: Around(None, unsteady, experts=mlp, noise=[0.0, 9e-4, 5e-4, 9e-4, 5e-4]))
+    wrapped_mlp(model, lambda mlp: Around(mlp, unsteady, noise=[0.0, 9e-4, 5e-4, 9e-4, 5e-4]))
     if leaks:
         wrapped_mlp(model, mixes_gradients)
     fa2patch.apply(model)
     with pytest.raises(fa2patch.errors.PackingNotIsolated, match="gradient") if leaks else contextlib.nullcontext():
         assert torch.isfinite(model(**told()).logits).all()
+
+
+@pytest.mark.parametrize("way", ["eval", "training", "checkpointing", "compiled"])
+def test_rounding_by_the_number_of_tokens_that_an_expert_gets_is_no_leak(way):
+    model = llama()
+    routed_mlps(model)
+    expected = alone(model)
+    model.train(way != "eval")
+    if way == "checkpointing":
+        model.gradient_checkpointing_enable()
+    fa2patch.apply(model)
+    if way == "eval":
+        with torch.no_grad():
+            model(**told())  # without gradients, values alone are compared
+    run = torch.compile(model, backend="eager") if way == "compiled" else model
+    assert_right(called(model, labelled(), run), expected)
+
+
+@pytest.mark.parametrize("mix", MIXING)
+def test_a_mixture_of_experts_hides_no_leak(mix):
+    model = llama()
+    routed_mlps(model)
+    name = mix(model)
+    fa2patch.apply(model)
+    with refusal(name.replace(".", r"\.")):
+        model(**told())
 
 
 @pytest.mark.parametrize("mix", MIXING)

@@ -60,6 +60,31 @@ def wrapped_mlp(model, kind=cumulative):
     return "layers.1.mlp"
 
 
+class Routed(torch.nn.Module):
+    """Hands each token to one of several matrices, which round by the number of tokens that they get."""
+
+    def __init__(self, size, many=4):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.scores = torch.nn.Parameter(torch.randn(size, many, generator=generator))
+        self.matrices = torch.nn.Parameter(torch.randn(many, size, size, generator=generator) / size**0.5)
+
+    def forward(self, states):
+        flat = states.reshape(-1, states.shape[-1])
+        picked = (flat @ self.scores).argmax(-1)
+        made = torch.zeros_like(flat)
+        for number, matrix in enumerate(self.matrices):
+            (own,) = torch.where(picked == number)
+            made = made.index_add(0, own, torch.relu(flat[own] @ matrix))
+        return made.view_as(states)
+
+
+def routed_mlps(model):
+    """A mixture of experts of which no module's name tells."""
+    for layer in model.model.layers:
+        layer.mlp = Routed(model.config.hidden_size)
+
+
 def behind_the_mlp(model, added, at=1):
     """Put a module, or a function of a module and its states, behind a layer's MLP."""
     layer = model.model.layers[at]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from two_layers import tiny_llama
-from unknown_modules import Around, behind_the_mlp
+from unknown_modules import Around, behind_the_mlp, routed_mlps
 
 import fa2patch
 from compat_matrix import tiny_models
@@ -217,7 +217,9 @@ def test_what_computes_in_less_than_its_weights_is_measured_and_what_does_not_ke
 
 def test_rounding_counts_as_nothing_in_a_mixture_of_experts_only(patched):
     assert fa2patch.verify(patched).moved_bound == 0
-    patched.model.layers[0].mlp.experts = torch.nn.Identity()
+    patched.model.layers[0].mlp.experts = torch.nn.Identity()  # a name says nothing
+    assert fa2patch.verify(patched).moved_bound == 0
+    routed_mlps(patched)
     assert fa2patch.verify(patched).moved_bound == 1e-5
 
 

@@ -32,6 +32,7 @@ from .calls import passed
 from .facts import Facts
 from .find_layers import ModelLayers
 from .find_models import is_transformers_model
+from .foreign import where_defined
 from .packed_mask import PackedMask
 from .splitting import Documents
 from .step import MARK, Patched, Step
@@ -308,12 +309,11 @@ def refuse_failed_hooks(head: Model, base: Any, error: Exception) -> None:
     ran = {frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)}
     for hook in base._forward_hooks.values():
         if getattr(hook, "__code__", None) in ran and not isinstance(error, Fa2PatchError):
-            name = f"{hook.__module__}.{hook.__qualname__}"
             raise PackingNotIsolated(
-                f"{type(head).__name__} pools the last token of each document of a packed batch, so {name}, a forward "
-                f"hook on its {type(base).__name__}, was given the hidden states of these tokens, [documents, 1, "
-                f"hidden], and failed ({error}). Give padded batches, which are computed packed, and leave out the "
-                "option that makes packed rows; or take that hook out."
+                f"{type(head).__name__} pools the last token of each document of a packed batch, so "
+                f"{where_defined(hook)}, a forward hook on its {type(base).__name__}, was given the hidden states of "
+                f"these tokens, [documents, 1, hidden], and failed ({error}). Give padded batches, which are computed "
+                "packed, and leave out the option that makes packed rows; or take that hook out."
             ) from error
 
 

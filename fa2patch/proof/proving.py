@@ -106,9 +106,10 @@ class _Runs:
     def bound(self) -> float:
         """The largest change that is accepted: 0, or rounding in what is quantized and where tokens pick experts.
 
-        It takes a run to know, so it is asked for where something changed only.
+        It takes two runs to know, so it is asked for where something changed only.
         """
-        rounds = hasattr(self.model, "hf_quantizer") or picks(lambda: self._run(None), math.prod(self.shape))
+        runs = (functools.partial(self._run, tokens) for tokens in (None, torch.ones(self.shape, dtype=torch.bool)))
+        rounds = hasattr(self.model, "hf_quantizer") or picks(runs, math.prod(self.shape))
         return rounding(self.dtype) if rounds else 0.0
 
     def require_apart(self, gradients: bool) -> None:

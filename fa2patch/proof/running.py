@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -31,37 +31,45 @@ def near(dtype: torch.dtype) -> float:
     return _NEAR.get(dtype, _NEAR_IN_HALF)
 
 
-class _Picks(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Inside, ``found`` becomes true where an operator makes whole numbers of others, one or more for each token."""
+class _WholeNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Inside, ``made`` gets what operators make of other numbers, if it is as many whole numbers as tokens, or more."""
 
-    supports_higher_order_operators = True  # torch 2.13's name for: flex attention, too, is handed to this mode
+    supports_higher_order_operators = True  # so that torch hands flex attention to a mode, too
 
     def __init__(self, tokens: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.tokens = tokens
-        self.found: bool = False
+        self.made: list[torch.Tensor] = []
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = function(*args, **(kwargs or {}))
         if any(tensor.is_floating_point() for tensor in tensors((args, kwargs))):
             whole = (tensor for tensor in tensors(output) if tensor.dtype in (torch.int64, torch.int32))
-            self.found |= any(tensor.numel() >= self.tokens for tensor in whole)
+            self.made += [tensor.detach().clone() for tensor in whole if tensor.numel() >= self.tokens]
         return output
 
 
-def picks(run: Callable[[], object], tokens: int) -> bool:
-    """Whether a run of a model picks something by its values for each of ``tokens``, as a router picks their experts.
+def picks(runs: Iterable[Callable[[], object]], tokens: int) -> bool:
+    """Whether a model picks something for each of ``tokens`` by their values, as a router picks their experts.
 
-    Then other tokens decide how many share a token's matmul, which rounds by that number. A run that cannot be watched
-    picks nothing, so that it gets the stricter bound.
+    Then other tokens decide how many share a token's matmul, which rounds by that number. It shows in whole numbers
+    that are others in another run. A model whose runs cannot be watched picks nothing: it gets the stricter bound.
+
+    Args:
+        runs: runs of the model, each with other tokens.
+        tokens: how many they are.
     """
-    mode = _Picks(tokens)
+    made = []
     try:
-        with torch.no_grad(), eagerly(), mode:
-            run()
+        for run in runs:
+            mode = _WholeNumbers(tokens)
+            with torch.no_grad(), eagerly(), mode:
+                run()
+            made.append(mode.made)
     except Exception:
         return False
-    return mode.found
+    first, *others = made
+    return any(len(one) != len(first) or not all(map(torch.equal, one, first)) for one in others)
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -289,13 +290,14 @@ class Measurements:
     def change_bound(self) -> float:
         """The largest change with other documents' tokens that is accepted: 0, or rounding where tokens pick experts.
 
-        It takes a run to know. Where nothing changed it is 0, but every rank of a sharded model runs.
+        It takes two runs to know. It is 0 where no change is as small as that, but every rank of a sharded model runs.
         """
         changes = [*(change for change, _ in self.moved.values()), *self.followed.values()]
-        if not any(changes) and not is_sharded(self.inner):
+        if not any(0 < change <= rounding(self.dtype) for change in changes) and not is_sharded(self.inner):
             return 0.0
-        experts = picks(lambda: outputs(self.model, self.batch), self.shape.numel())
-        return rounding(self.dtype) if experts else 0.0
+        longest = max(range(len(self.slices)), key=lambda at: self.slices[at].length)
+        runs = (partial(outputs, self.model, call) for call in (self.batch, self.with_other_tokens(longest)))
+        return rounding(self.dtype) if picks(runs, self.shape.numel()) else 0.0
 
     def distance_bound(self) -> float:
         """The largest distance that is accepted.

@@ -33,6 +33,8 @@ EMBEDDING = ["--task_type", "embedding", "--loss_type", "infonce", "--dataset", 
 RERANKER = ["--task_type", "reranker", "--dataset", "ranked.jsonl"]
 RERANKER += ["--loss_type", "reranker" if OLD else "pointwise_reranker"]
 DPO = ["--rlhf_type", "dpo", "--dataset", "pairs.jsonl"]
+GRPO = ["--rlhf_type", "grpo", "--dataset", "asked.jsonl", "--reward_funcs", "words"]
+GRPO += ["--num_generations", "4", "--max_completion_length", "12", "--beta", "0.04", "--use_vllm", "false"]
 CASES: dict[str, tuple[bool, list[str]]] = {
     "padded": (False, []),
     "padded, patched": (True, []),
@@ -41,6 +43,9 @@ CASES: dict[str, tuple[bool, list[str]]] = {
     "refused": (False, FREE),
     "dpo": (False, DPO),
     "dpo, padding_free": (True, [*DPO, *FREE]),
+    "grpo": (False, GRPO),
+    "grpo, patched": (True, GRPO),
+    "grpo, padding_free": (True, [*GRPO, *FREE]),
     "lora": (False, ["--lora"]),
     "lora, padding_free": (True, ["--lora", *FREE]),
     "embedding": (False, EMBEDDING),
@@ -61,6 +66,23 @@ Recorder().write_at_exit(os.environ["RECORD"])
 """A plugin beside fa2patch's, for a training that is a command."""
 
 
+REWARD = """
+try:
+    from swift.rewards.orm import ORM, orms
+except ImportError:  # ms-swift 3
+    from swift.plugin.orm import ORM, orms
+
+
+class Words(ORM):
+    def __call__(self, completions, **others):
+        return [float(len(set(completion.split()))) for completion in completions]
+
+
+orms["words"] = Words
+"""
+"""A plugin with a reward function for GRPO."""
+
+
 def turn(question: str, answer: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
@@ -76,7 +98,9 @@ def make(folder: Path) -> None:
     write(folder / "ranked.jsonl", answers)
     users = [[{"role": "user", "content": answer}] for _, answer in texts]
     write(folder / "texts.jsonl", [{**each, "positive_messages": [user]} for each, user in zip(asked, users)])
+    write(folder / "asked.jsonl", [{"messages": turn(*text)[:1]} for text in texts])
     (folder / "recorder.py").write_text(RECORDER)
+    (folder / "reward.py").write_text(REWARD)
 
 
 def arguments(folder: Path, patched: bool, changed: list[str]) -> list[str]:
@@ -85,7 +109,8 @@ def arguments(folder: Path, patched: bool, changed: list[str]) -> list[str]:
     if "--lora" in changed:
         tuner = [kind, "lora", "--lora_rank", "4", "--lora_dropout", "0"]
         changed = [word for word in changed if word != "--lora"]
-    plugin = [] if not patched else ["--external_plugins", str(plugin_file())]
+    plugins = [*(["reward.py"] if "grpo" in changed else []), *([str(plugin_file())] if patched else [])]
+    plugin = ["--external_plugins", *plugins] if plugins else []
     given = {
         "model": folder / "model", "model_type": "llama3_2" if OLD else "llama", "template": "chatml",
         "torch_dtype": "float32",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,8 @@ class Recorder:
                 named = dict(self.model.named_modules())
                 layer = next(module for name, module in named.items() if name.endswith("layers.0"))
                 layer.register_forward_pre_hook(recorder.count, with_kwargs=True)
-            kept = {name: value.clone() for name, value in inputs.items() if isinstance(value, torch.Tensor)}
+            given = inputs.items() if isinstance(inputs, Mapping) else ()  # GRPO's trainers are given examples
+            kept = {name: value.clone() for name, value in given if isinstance(value, torch.Tensor)}
             recorder.batches.append(kept)
             return step(self, model, inputs, *args)
 
@@ -54,7 +56,7 @@ class Recorder:
         """Whether the first batch is one row of documents, which no mask for every query keeps apart."""
         batch = self.batches[0]
         masked = "attention_mask" in batch and batch["attention_mask"].dim() == 4
-        return len(batch["input_ids"]) == 1 and "position_ids" in batch and not masked
+        return len(batch.get("input_ids", ())) == 1 and "position_ids" in batch and not masked
 
     def found(self) -> dict[str, Any]:
         """What was noted, as JSON takes it."""

@@ -37,13 +37,13 @@ def new_console() -> Console:
     return Console(width=None if sys.stdout.isatty() else wide, highlight=False)
 
 
-def table_of(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Rows:
+def table_of(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> TableRows:
     """A table, which becomes a list where the console is narrow."""
-    return Rows(columns, [*rows])
+    return TableRows(columns, [*rows])
 
 
 @dataclass(frozen=True)
-class Rows:
+class TableRows:
     """What rich prints as a table or, with fewer than :data:`LEAST` characters for a column, as a list of its rows."""
 
     columns: Sequence[str]

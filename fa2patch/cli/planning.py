@@ -28,7 +28,7 @@ host, so padding has to cost more than that.
 
 
 @dataclass(frozen=True)
-class Way:
+class Batching:
     """What one way of making batches takes in an epoch.
 
     Attributes:
@@ -90,7 +90,7 @@ def plan_command(
     console.print(_advice(ways))
 
 
-def compared(lengths: Ints, max_tokens: int, batch_size: int, ranks: int) -> list[Way]:
+def compared(lengths: Ints, max_tokens: int, batch_size: int, ranks: int) -> list[Batching]:
     """Return what each way takes in an epoch: padded and packed mini-batches, mini-batches in passes, filled rows."""
     drawn = np.random.default_rng(0).permutation(len(lengths))
     steps = np.array_split(drawn, range(batch_size * ranks, len(drawn), batch_size * ranks))
@@ -116,17 +116,17 @@ def compared(lengths: Ints, max_tokens: int, batch_size: int, ranks: int) -> lis
     return [replace(way, cost=way.cost / padded.cost) for way in ways]
 
 
-def _way(name: str, steps: list[list[Ints]], lengths: Ints) -> Way:
+def _way(name: str, steps: list[list[Ints]], lengths: Ints) -> Batching:
     """A way from the lengths, with padding, of the rows or documents of each rank in each step."""
     costs = [[float(example_costs(each, ATTENTION_COST).sum()) for each in step] for step in steps]
     tokens = sum(int(each.sum()) for step in steps for each in step)
     full = np.array([step for step in costs if len(step) == len(costs[0])])
     largest = max(int(each.sum()) for step in steps for each in step)
     padding = 1 - float(lengths.sum()) / tokens
-    return Way(name, len(steps), 1.0, tokens, padding, largest, sum(map(sum, costs)), imbalance(full))
+    return Batching(name, len(steps), 1.0, tokens, padding, largest, sum(map(sum, costs)), imbalance(full))
 
 
-def _row(way: Way, ranks: int) -> tuple[str, ...]:
+def _row(way: Batching, ranks: int) -> tuple[str, ...]:
     last = [f"{way.imbalance:.2f}"] if ranks > 1 else []
     tokens = (f"{way.tokens:,}", f"{way.padding:.0%}", f"{way.largest:,}")
     return (way.name, f"{way.steps:,}", f"{way.passes:.1f}", *tokens, f"{way.cost:.2f}", *last)
@@ -140,7 +140,7 @@ def _picture(lengths: Ints, bar: int) -> Iterator[str]:
         yield f"{start:>8,} to {stop - 1:>8,} tokens {'█' * int(np.ceil(bar * count / counts.max()))} {count:,}"
 
 
-def _advice(ways: list[Way]) -> str:
+def _advice(ways: list[Batching]) -> str:
     padded, _, cut, filled = ways
     if padded.padding < LITTLE:
         return (

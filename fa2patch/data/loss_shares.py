@@ -119,7 +119,7 @@ class LossShares:
             warnings.warn(_UNDECIDED.format("; ".join(each.said for each in found.values())), StaysPadded, stacklevel=2)
         self.undecided = self.share is None
 
-    def _of_group(self, loss: Loss, model: Any, batch: Any, group: int, computed: list[int]) -> Tried:
+    def _of_group(self, loss: Loss, model: Any, batch: Any, group: int, computed: list[int]) -> Sums:
         """The first attempt that tells, or the last one. All ranks make the same attempts."""
         for attempt in range(_ATTEMPTS):
             found = _of_all_ranks(tried(loss, batch, group, self._dtype(model), computed, attempt, self._shapes))
@@ -132,7 +132,7 @@ class LossShares:
         mixed = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(self._trainer.accelerator.mixed_precision)
         return mixed or next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
 
-    def _refuse(self, found: Mapping[int, Tried]) -> None:
+    def _refuse(self, found: Mapping[int, Sums]) -> None:
         said = [f"{'pairs of rows' if group > 1 else 'documents'}: {each.said}" for group, each in found.items()]
         raise PackingError(
             "max_tokens: expected a loss that is a sum, or a mean over documents or tokens, so that passes add up to "
@@ -142,7 +142,7 @@ class LossShares:
         )
 
 
-class Tried(NamedTuple):
+class Sums(NamedTuple):
     """What a try of a loss showed.
 
     Attributes:
@@ -167,7 +167,7 @@ def tried(
     computed: list[int],
     attempt: int = 0,
     shapes: StillShapes = PLAIN,
-) -> Tried:
+) -> Sums:
     """Try the loss of some of a batch's units, together and alone.
 
     Args:
@@ -182,7 +182,7 @@ def tried(
     try:
         units = units_of(batch, group, shapes)
     except Fa2PatchError as error:
-        return Tried([], False, 1.0, error.message)
+        return Sums([], False, 1.0, error.message)
     chosen = _chosen(units, attempt)
     union, once = np.unique(chosen, return_index=True)
     parts = [units.take(np.array([unit])) for unit in chosen]
@@ -192,27 +192,27 @@ def tried(
         computed.clear()
         together = float(loss(units.take(union)))
     except Exception as error:  # whatever a loss raises that needs rows which are not there
-        return Tried([], False, 1.0, f"one of them raises {type(error).__name__}: {error}")
+        return Sums([], False, 1.0, f"one of them raises {type(error).__name__}: {error}")
     more = max(computed, default=0) / max(shapes.length(int(units.tokens[union].sum())), 1)
     if len(union) < 2:
-        return Tried(None, False, more, "the batch has only one that tells")
+        return Sums(None, False, more, "the batch has only one that tells")
     if units.learned is not None and not units.learned[union].any():
-        return Tried(None, False, more, "none of them has labels")
+        return Sums(None, False, more, "none of them has labels")
     rounding = max(np.nanmax(np.abs([*alone, together])), 0.0) * (1e-5 if torch.finfo(dtype).bits > 16 else 5e-3)
     weights = {share: _weights(share, [parts[at] for at in once]) for share in _shares(units.take(union), group)}
     fitting = [share for share, each in weights.items() if abs(together - _weighed(each, alone)) <= rounding]
     decided = bool(fitting) and all(np.allclose(weights[share], weights[fitting[0]]) for share in fitting)
     losses = ", ".join(f"{each:.6g}" for each in alone)
-    return Tried(fitting, decided, more, f"losses of {losses} alone and {together:.6g} together")
+    return Sums(fitting, decided, more, f"losses of {losses} alone and {together:.6g} together")
 
 
-def _of_all_ranks(own: Tried) -> Tried:
+def _of_all_ranks(own: Sums) -> Sums:
     """What the tries of all ranks show together."""
     found = of_all_ranks(own)
     telling = [each for each in found if each.fitting is not None] or found
     first = telling[0]
     fitting = first.fitting and [share for share in first.fitting if all(share in each.fitting for each in telling)]
-    return Tried(fitting, any(each.decided for each in found), max(each.more for each in found), first.said)
+    return Sums(fitting, any(each.decided for each in found), max(each.more for each in found), first.said)
 
 
 @contextlib.contextmanager

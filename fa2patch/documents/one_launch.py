@@ -82,7 +82,7 @@ def looked_at(
     return held
 
 
-class Row(NamedTuple):
+class Case(NamedTuple):
     """What the kernel is tried with.
 
     Attributes:
@@ -102,31 +102,31 @@ class Row(NamedTuple):
 _LONG = 3 * _BLOCK + 5
 
 
-def rows() -> Iterator[Row]:
+def cases() -> Iterator[Case]:
     """Rows that are right, and some that are wrong in each way, at the ends of blocks and inside them."""
     for last, cut in ((10, 4), (_LONG, _BLOCK), (_LONG, 2 * _BLOCK - 1), (_LONG, _LONG - 1)):
         one, ends, longest = (1, last), [0, cut, last], max(cut, last - cut)
-        yield Row(True, ends, one, [0, cut], longest, ends)
-        yield Row(True, [*ends, last, last], one, [0, cut])
-        yield Row(True, [0, cut - 1, *ends[1:]], one, [0, cut])  # lengths may say more than ids
-        yield Row(False, ends, one, [0, cut - 1])
-        yield Row(False, [0, last], one, [0, cut])
-        yield Row(False, ends, one, [0, cut], longest - 1)
-        yield Row(False, ends, one, [0, cut], longest, [0, cut, last - 1])
-        yield Row(True, ends, one, None, longest)
-        yield Row(False, ends, one, None, longest - 1)
-        yield Row(False, [1, cut, last], one, [0, cut])
-        yield Row(False, [0, cut, last - 1], one, [0, cut])
-        yield Row(False, [0, cut, last + 1], one, [0, cut])
-        yield Row(False, [0, cut, cut - 1, last], one, [0, cut])
-        yield Row(True, [0, cut, last, last + cut, 2 * last], (2, last), [0, cut])
-        yield Row(False, [0, cut, last + 1, 2 * last], (2, last), [0, cut])
+        yield Case(True, ends, one, [0, cut], longest, ends)
+        yield Case(True, [*ends, last, last], one, [0, cut])
+        yield Case(True, [0, cut - 1, *ends[1:]], one, [0, cut])  # lengths may say more than ids
+        yield Case(False, ends, one, [0, cut - 1])
+        yield Case(False, [0, last], one, [0, cut])
+        yield Case(False, ends, one, [0, cut], longest - 1)
+        yield Case(False, ends, one, [0, cut], longest, [0, cut, last - 1])
+        yield Case(True, ends, one, None, longest)
+        yield Case(False, ends, one, None, longest - 1)
+        yield Case(False, [1, cut, last], one, [0, cut])
+        yield Case(False, [0, cut, last - 1], one, [0, cut])
+        yield Case(False, [0, cut, last + 1], one, [0, cut])
+        yield Case(False, [0, cut, cut - 1, last], one, [0, cut])
+        yield Case(True, [0, cut, last, last + cut, 2 * last], (2, last), [0, cut])
+        yield Case(False, [0, cut, last + 1, 2 * last], (2, last), [0, cut])
     many = 2 * _BLOCK + 3
-    yield Row(True, [*range(many + 1)], (1, many), [*range(many)], 1)
-    yield Row(False, [*range(many), many - 2, many], (1, many), [*range(many)])
+    yield Case(True, [*range(many + 1)], (1, many), [*range(many)], 1)
+    yield Case(False, [*range(many), many - 2, many], (1, many), [*range(many)])
 
 
-def _tensors(row: Row, device: torch.device) -> tuple[Any, ...]:
+def _tensors(row: Case, device: torch.device) -> tuple[Any, ...]:
     given = (row.ends, row.ends_of_keys)
     ends, keys = (None if x is None else torch.tensor(x, dtype=torch.int32, device=device) for x in given)
     if row.starts is None:
@@ -138,7 +138,7 @@ def _tensors(row: Row, device: torch.device) -> tuple[Any, ...]:
 
 def tells(device: torch.device) -> bool:
     """Whether the kernel tells right rows from wrong ones on a device. All verdicts are read from there at once."""
-    tried = [*rows()]
+    tried = [*cases()]
     found = torch.stack([looked_at(*_tensors(row, device)) for row in tried]).bool().tolist()
     return found == [row.holds for row in tried]
 

@@ -17,9 +17,9 @@ from ..documents.boundaries import Boundaries
 from ..errors import BadArgument, KernelUnavailable, KernelWrong, PackingNotIsolated, UnknownKernel
 from .aten import Efficient, TorchVarlen
 from .flex import Flex
-from .protocol import FEATURES, HALF, Asked, Kernel, Options, asked_as, asked_by, capability, described
+from .protocol import FEATURES, HALF, Asked, Kernel, Options, asked_as, asked_by, capability, described_call
 from .reference import Reference
-from .trial import passes
+from .trial import passes_trial
 from .varlen import FlashAttn, FlashAttn3, FlashAttn4, Hub
 
 
@@ -279,7 +279,7 @@ def pick(name: str | Kernel, asked: Asked, device: torch.device, try_it: bool = 
             able, reason = kernel.supports(asked)
         if able and try_it:
             kind = KernelWrong
-            able, reason = passes(kernel, asked, device)
+            able, reason = passes_trial(kernel, asked, device)
         if able:
             return Pick(kernel, "; ".join(passed))
         passed.append(f"{kernel.name}: {reason}")
@@ -294,7 +294,7 @@ def _picked(picks: str, index: int | None, call: tuple[Any, ...]) -> str:
     Args:
         picks: the number of the :class:`Picks`.
         index: the number of the device of q, k and v.
-        call: what :func:`~.protocol.described` returns.
+        call: what :func:`~.protocol.described_call` returns.
     """
     asked, asking = asked_as(call), numbered(picks)
     device = torch.device(asked.device if index is None else f"{asked.device}:{index}")
@@ -407,7 +407,7 @@ class Picks:
         Args:
             q, k, v, options, trees, spans: as for :func:`~.protocol.asked_by`.
         """
-        picked = _picked(self._number, q.device.index, described(q, k, v, options, trees, spans))
+        picked = _picked(self._number, q.device.index, described_call(q, k, v, options, trees, spans))
         return named(picked) if self.given is None else self.given
 
     def _warn_if_slow(self, made: Pick, asked: Asked) -> None:

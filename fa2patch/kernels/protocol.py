@@ -92,10 +92,10 @@ def asked_by(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, trees: bool = False, spans: bool = False
 ) -> Asked:
     """Describe a call with these arguments. The last two dimensions of q, k and v are heads and head dimension."""
-    return asked_as(described(q, k, v, options, trees, spans))
+    return asked_as(described_call(q, k, v, options, trees, spans))
 
 
-def described(
+def described_call(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, trees: bool, spans: bool
 ) -> tuple[Any, ...]:
     """Return the fields of :class:`Asked`, with whether the call needs each of :data:`FEATURES` in place of these.
@@ -117,9 +117,9 @@ def described(
     return (q.device.type, q.dtype, *heads, *dims, options.causal, needed, gradients)
 
 
-def asked_as(described: tuple[Any, ...]) -> Asked:
-    """Return a call that is :func:`described`."""
-    *call, needed, gradients = described
+def asked_as(described_call: tuple[Any, ...]) -> Asked:
+    """Return a call that is :func:`described_call`."""
+    *call, needed, gradients = described_call
     always = ("deterministic",) if torch.are_deterministic_algorithms_enabled() else ()
     features = tuple([name for name, is_needed in zip(FEATURES, needed) if is_needed or name in always])
     return Asked._make([*call, features, gradients])

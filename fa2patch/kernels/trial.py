@@ -43,7 +43,7 @@ NEAR = 4
 small now and then, and its rounding is not."""
 
 
-def passes(kernel: Kernel, asked: Asked, device: torch.device) -> tuple[bool, str]:
+def passes_trial(kernel: Kernel, asked: Asked, device: torch.device) -> tuple[bool, str]:
     """Whether a kernel agrees with the reference, and the reason if not. Each kind of call is tried once.
 
     A build that is known to be bad (:mod:`.known_bad`) is not tried. Dropout is not tried, because every kernel drops
@@ -88,10 +88,10 @@ def _verdict(kernel: Kernel, asked: Asked, device: torch.device) -> tuple[bool, 
 
 
 def _compared(kernel: Kernel, asked: Asked, device: torch.device) -> tuple[bool, str]:
-    from .trial_rows import Call, Row, calls, options_of, row_of
+    from .trial_rows import Call, Row, calls, options_of, trial_row
 
     drawn = torch.Generator().manual_seed(0)
-    row, options = row_of(asked, drawn, device), options_of(asked, drawn, device)
+    row, options = trial_row(asked, drawn, device), options_of(asked, drawn, device)
     exact = torch.promote_types(asked.dtype, torch.float32)
     right = Row(tuple(x.to(exact) for x in row.states), row.direction.to(exact), row.documents)
     truth = _computed(Reference(), Call(right, options, torch.empty(0)), exact, asked.gradients)

@@ -51,7 +51,7 @@ class Row(NamedTuple):
     documents: Boundaries
 
 
-def row_of(asked: Asked, drawn: torch.Generator, device: torch.device) -> Row:
+def trial_row(asked: Asked, drawn: torch.Generator, device: torch.device) -> Row:
     """The documents, of random numbers with outliers, equal keys and constant rows. Their values fit float16."""
     tokens, starts = sum(LENGTHS), [sum(LENGTHS[:at]) for at in range(len(LENGTHS))]
     sizes = ((asked.heads, asked.head_dim), (asked.key_heads, asked.head_dim), (asked.key_heads, asked.value_dim))
@@ -98,7 +98,7 @@ class Call(NamedTuple):
     Attributes:
         row: what it is handed.
         options: its options.
-        order: int64 ``[tokens]``, which token of :func:`row_of` each token is.
+        order: int64 ``[tokens]``, which token of :func:`trial_row` each token is.
     """
 
     row: Row

@@ -20,7 +20,7 @@ from .samplers import ALL_RANKS, replicas_and_rank
 SPLIT = "split"
 
 
-class Part(NamedTuple):
+class StreamPart(NamedTuple):
     """One of the processes that read a stream: the workers of a DataLoader, in each rank."""
 
     rank: int
@@ -41,7 +41,7 @@ def this_rank() -> tuple[int, int]:
     return rank, ranks
 
 
-def this_part(examples: Any, ranks: Any, found: tuple[int, int], rows_are_dealt: bool) -> Part:
+def this_part(examples: Any, ranks: Any, found: tuple[int, int], rows_are_dealt: bool) -> StreamPart:
     """Return the part of this process.
 
     Args:
@@ -57,7 +57,7 @@ def this_part(examples: Any, ranks: Any, found: tuple[int, int], rows_are_dealt:
         PackingError: ``ranks`` is None and there are several, or rows or examples would be shared out twice.
     """
     worker = get_worker_info()
-    whole = Part(0, 1) if worker is None else Part(0, 1, worker.id, worker.num_workers)
+    whole = StreamPart(0, 1) if worker is None else StreamPart(0, 1, worker.id, worker.num_workers)
     # set by datasets.distributed.split_dataset_by_node, and kept by what is derived from its result (datasets 2.8 on)
     split = getattr(examples, "_distributed", None) is not None
     if rows_are_dealt and (split or ranks not in (None, ALL_RANKS)):
@@ -224,7 +224,7 @@ class Reader:
             the same ones. Examples that are not tokens do not change it.
     """
 
-    def __init__(self, source: Source, part: Part, every: int, begin: Place) -> None:
+    def __init__(self, source: Source, part: StreamPart, every: int, begin: Place) -> None:
         self._source, self._part, self._every = source, part, every
         self._places = deque([begin])
         self.read, self.mark = begin.number, begin.mark

@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset
 
 from ..errors import PackingError
 from .plans import as_lengths, check_budget, check_policy, cut, cut_out, plan
-from .reading import START, Part, Place, Reader, Source, check_ranks, this_part, this_rank
+from .reading import START, Place, Reader, Source, StreamPart, check_ranks, this_part, this_rank
 
 
 def token_count(example: Any) -> int:
@@ -150,7 +150,7 @@ _COUNTS = ("dropped", "truncated", "empty", "rows", "tokens")
 class _Iteration:
     """One iteration of a stream: what has been read, and what waits."""
 
-    def __init__(self, stream: Stream, part: Part, state: Mapping[str, Any] | None) -> None:
+    def __init__(self, stream: Stream, part: StreamPart, state: Mapping[str, Any] | None) -> None:
         self._stream, self._part, self._loaded = stream, part, state
         self._ended: int | None = None  # at the end of the stream: how many of the rows of what waited were given
         self._read_from(START)

@@ -35,7 +35,7 @@ from ..upstream.step import MARK, ROLE, Patched
 from . import locate
 from .inputs import RowSlice, example, on_its_own, parities, slices_between
 from .replica import replica
-from .running import Embeddings, left_as_it_was, near, picks, rounding
+from .runs import Embeddings, left_as_it_was, near, picks, rounding
 from .unknown import unknown, unknown_modules
 
 

@@ -26,7 +26,7 @@ from ..upstream.step import MARK
 from . import locate
 from .inputs import RowSlice, checked, example, on_its_own, require_same_on_every_rank, slices_of, text_tokens
 from .result import Document, Verification
-from .running import dtypes_saved, left_as_it_was, near, outputs, outputs_and_embeddings, picks, rounding
+from .runs import dtypes_saved, left_as_it_was, near, outputs, outputs_and_embeddings, picks, rounding
 from .split_rows import WholeRows, whole
 
 _OTHER = {"document": "", "segment": ", which it does not continue"}

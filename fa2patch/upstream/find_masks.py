@@ -53,7 +53,7 @@ def makers(base_model: type) -> list[Maker]:
         (cls, name)
         for name in METHODS
         for cls in base_model.__mro__
-        if name in vars(cls) and _makes_one(vars(cls)[name]) and (cls in own or calls(base_model, name))
+        if name in vars(cls) and _makes_one(vars(cls)[name]) and (cls in own or calls_method(base_model, name))
     ]
     modules = dict.fromkeys(sys.modules[cls.__module__] for cls in base_model.__mro__ if "forward" in vars(cls))
     for module in modules:
@@ -66,7 +66,7 @@ def makers(base_model: type) -> list[Maker]:
     return found
 
 
-def calls(model: type, name: str) -> bool:
+def calls_method(model: type, name: str) -> bool:
     """Whether the ``forward`` of a class of models calls a method or a function of this name."""
     return any(inspecting.reads_name(forward, name) for forward in inspecting.forwards_that_run(model))
 

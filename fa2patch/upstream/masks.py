@@ -175,7 +175,7 @@ def look(model: ModelLayers, facts: Facts) -> list[Site]:
     makers = list(chain.from_iterable(model.mask_makers.values()))
     outermost = type(model.model)
     facts.makes_masks = len(model.entered) > 1 and any(
-        find_masks.calls(outermost, name) for owner, name in makers if owner in outermost.__mro__
+        find_masks.calls_method(outermost, name) for owner, name in makers if owner in outermost.__mro__
     )
     return [Site(owner, name, let_through) for owner, name in makers]
 

@@ -128,7 +128,7 @@ def test_more_documents_than_a_call_may_have_are_computed_in_several(npu, monkey
 
 
 def test_a_trial_believes_ascend_and_auto_takes_it(npu):
-    assert trial.passes(Ascend(), asks(key_heads=2, dtype=torch.float32), CPU) == (True, "")
+    assert trial.passes_trial(Ascend(), asks(key_heads=2, dtype=torch.float32), CPU) == (True, "")
     found = picks.pick("auto", asks(key_heads=2, dtype=torch.float32), CPU)
     assert found.kernel is devices.elsewhere("ascend") is kernels.named("ascend")
 

@@ -84,7 +84,7 @@ def test_a_known_build_is_not_called(monkeypatch):
     )
     monkeypatch.setattr(known_bad, "TABLE", (row,))
     monkeypatch.setattr(known_bad, "capability", lambda: (9, 0))
-    able, reason = trial.passes(Counted(), asks(), CPU)
+    able, reason = trial.passes_trial(Counted(), asks(), CPU)
     assert not able and not called
     assert reason == (
         f"torch {known_bad.version('torch')} is known to be bad: {row.what} ({row.source}). Use 99 or later"

@@ -31,7 +31,7 @@ PLANTED = [
     else str(each),
 )  # fmt: skip
 def test_a_planted_fault_is_not_believed(fault, features, key_heads, dtype):
-    able, reason = trial.passes(Planted(fault[1]), asks(features, dtype=dtype, key_heads=key_heads), CPU)
+    able, reason = trial.passes_trial(Planted(fault[1]), asks(features, dtype=dtype, key_heads=key_heads), CPU)
     assert not able and reason.startswith("tried on this machine")
 
 
@@ -45,7 +45,7 @@ def test_right_kernels_are_far_from_the_bound(monkeypatch, features, causal, key
     monkeypatch.setitem(trial.BOUNDS, dtype, trial.BOUNDS[dtype] * 2 / 3)
     monkeypatch.setitem(trial.ROUNDING, dtype, trial.ROUNDING[dtype] * 2 / 3)
     asked = asks(features, dtype=dtype, dim=dims[0], value_dim=dims[1], key_heads=key_heads, causal=causal)
-    assert trial.passes(Rounding(), asked, CPU) == (True, "")
+    assert trial.passes_trial(Rounding(), asked, CPU) == (True, "")
 
 
 class Counted(Reference):
@@ -60,5 +60,5 @@ class Counted(Reference):
 def test_a_trial_calls_the_kernel_twice():
     kernel = Counted()
     for _ in range(3):
-        assert trial.passes(kernel, asks(), CPU) == (True, "")
+        assert trial.passes_trial(kernel, asks(), CPU) == (True, "")
     assert kernel.calls == 2

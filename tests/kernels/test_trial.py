@@ -50,9 +50,9 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
 def test_a_kernel_that_computes_something_else_is_not_used(fault, dtype):
     asked = asks(["window", "softcap", "sinks", "alibi"], dtype=dtype, key_heads=2)
-    able, reason = trial.passes(Scripted(fault), asked, CPU)
+    able, reason = trial.passes_trial(Scripted(fault), asked, CPU)
     assert not able and reason.startswith("tried on this machine, its outputs are off by ")
-    assert trial.passes(Scripted(), asked, CPU) == (True, "")
+    assert trial.passes_trial(Scripted(), asked, CPU) == (True, "")
 
 
 def test_a_kernel_that_takes_the_usual_scale_for_granted_is_not_used():
@@ -60,7 +60,7 @@ def test_a_kernel_that_takes_the_usual_scale_for_granted_is_not_used():
         def attend(self, q, k, v, boundaries, options, scale):
             return super().attend(q, k, v, boundaries, options, q.shape[-1] ** -0.5)
 
-    able, reason = trial.passes(Usual(), asks(), CPU)
+    able, reason = trial.passes_trial(Usual(), asks(), CPU)
     assert not able and "its outputs are off by " in reason
 
 
@@ -71,7 +71,7 @@ def test_a_kernel_whose_gradients_alone_are_wrong_is_not_used():
             leaking = super().attend(q, k, v, boundaries, replace(options, window=None), scale)
             return leaking + (right - leaking).detach()
 
-    able, reason = trial.passes(Forgetful(), asks(["window"]), CPU)
+    able, reason = trial.passes_trial(Forgetful(), asks(["window"]), CPU)
     assert not able and "its gradients of " in reason
 
 
@@ -118,7 +118,7 @@ def test_an_error_that_is_no_verdict_is_raised_and_the_next_use_tries_again(monk
 def test_an_error_that_is_a_verdict_is_remembered(error):
     kernel = Unlucky(error)
     for _ in range(2):
-        able, reason = trial.passes(kernel, asks(), CPU)
+        able, reason = trial.passes_trial(kernel, asks(), CPU)
         assert not able and reason.startswith(f"tried on this machine it fails: {type(error).__name__}: ")
 
 
@@ -156,7 +156,7 @@ def test_what_a_kernel_is_handed_in_its_trial():
             return super().__call__(q, k, v, boundaries, options)
 
     asked = asks(kernels.FEATURES[:4], key_heads=2, value_dim=32, causal=False)
-    assert trial.passes(Asking(), asked, CPU) == (True, "")
+    assert trial.passes_trial(Asking(), asked, CPU) == (True, "")
     tokens = sum(trial_rows.LENGTHS)
     for q, k, v, boundaries, options in handed:
         assert [tuple(x.shape) for x in (q, k, v)] == [(tokens, 4, 64), (tokens, 2, 64), (tokens, 2, 32)]
@@ -181,7 +181,7 @@ def test_a_trial_computes_in_the_dtype_that_was_asked_for_also_in_autocast():
             return super().attend(q, k, v, boundaries, options, scale)
 
     with torch.autocast("cpu", torch.bfloat16):
-        assert trial.passes(Sensitive(), asks(dtype=torch.float32), CPU) == (True, "")
+        assert trial.passes_trial(Sensitive(), asks(dtype=torch.float32), CPU) == (True, "")
 
 
 def test_one_trial_for_every_kind_of_call():
@@ -200,10 +200,10 @@ def test_what_asks_for_something_else_has_a_trial_of_its_own(monkeypatch, what):
     tried, kernel, other = [], Scripted(), asks_other(what)
     monkeypatch.setattr(trial, "_compared", lambda kernel, asked, device: tried.append(asked) or (True, ""))
     for asked in (asks(), asks(), other, other):
-        trial.passes(kernel, asked, CPU)
+        trial.passes_trial(kernel, asked, CPU)
     assert tried == [asks(), other]
-    trial.passes(kernel, other, torch.device("cpu", 0))
-    trial.passes(Scripted(), other, CPU)
+    trial.passes_trial(kernel, other, torch.device("cpu", 0))
+    trial.passes_trial(Scripted(), other, CPU)
     assert tried == [asks(), other, other, other]
 
 
@@ -242,7 +242,7 @@ class Build(Kernel):
 )  # fmt: skip
 def test_a_build_that_fails_with_values_of_another_dimension_gets_them_padded(refuses, verdict, tried):
     build = Build(refuses)
-    able, reason = trial.passes(build, asks(dim=24, value_dim=16), CPU)
+    able, reason = trial.passes_trial(build, asks(dim=24, value_dim=16), CPU)
     assert able is verdict[0] and reason.endswith(verdict[1])
     assert list(dict.fromkeys(build.tried)) == tried  # each twice
     assert Build.alike == frozenset(), "another build of the class is not affected"

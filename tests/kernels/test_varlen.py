@@ -237,11 +237,11 @@ def test_a_build_that_refuses_to_be_deterministic_fails_its_trial_only_then(inst
     kernel = FlashAttn4()
     torch.use_deterministic_algorithms(True)
     try:
-        able, reason = trial.passes(kernel, asks(["deterministic"]), torch.device("cpu"))
+        able, reason = trial.passes_trial(kernel, asks(["deterministic"]), torch.device("cpu"))
     finally:
         torch.use_deterministic_algorithms(False)
     assert not able and reason.endswith("AssertionError: deterministic backward not supported on SM 12.0")
-    assert trial.passes(kernel, asks(), torch.device("cpu")) == (True, "")
+    assert trial.passes_trial(kernel, asks(), torch.device("cpu")) == (True, "")
 
 
 @pytest.mark.parametrize("causal", [True, False])

@@ -15,7 +15,7 @@ from unknown_modules import Around, behind_the_mlp, routed_mlps
 import fa2patch
 from compat_matrix import tiny_models
 from fa2patch import errors
-from fa2patch.proof.running import dtypes_saved
+from fa2patch.proof.runs import dtypes_saved
 from fa2patch.upstream import labels
 
 LENGTHS = (4, 6, 1, 5)

@@ -32,9 +32,9 @@ def ints(*numbers):
 
 
 def test_it_tells_right_rows_from_wrong_ones(one_launch, finding):
-    finding["rows"] = len([*one_launch.rows()])
+    finding["cases"] = len([*one_launch.cases()])
     assert one_launch.tells(CPU)
-    kinds = {row.holds for row in one_launch.rows()}
+    kinds = {case.holds for case in one_launch.cases()}
     assert kinds == {True, False}
 
 

@@ -9,7 +9,7 @@ import torch
 
 import fa2patch
 from fa2patch.errors import BadParents, PackingNotIsolated
-from fa2patch.proof.running import outputs_and_embeddings
+from fa2patch.proof.runs import outputs_and_embeddings
 
 from ... import tiny_models
 from ..cell import AloneFails, Cell, NotApplicable, assert_unmoved, point, unless_alone_raises

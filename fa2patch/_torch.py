@@ -349,10 +349,15 @@ def computed_in(states: torch.Tensor) -> torch.dtype:
     return torch.nn.functional.linear(states.new_empty(0, 1), states.new_empty(1, 1)).dtype
 
 
-def autocast_dtype(device: str) -> torch.dtype | None:
-    """The dtype of autocast on a type of device; None if it is off there."""
-    if hasattr(torch, "get_autocast_dtype"):
+def autocast_dtype(states: torch.Tensor) -> torch.dtype | None:
+    """The dtype of autocast on a tensor's device; None if it is off there."""
+    # every layer asks, and a device makes the name of its type anew each time
+    device = "cpu" if states.is_cpu else "cuda" if states.is_cuda else states.device.type
+    if _AUTOCAST_BY_DEVICE:
         return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     if device == "cpu":  # before torch 2.4 the functions take no device, and mean the GPU
         return torch.get_autocast_cpu_dtype() if torch.is_autocast_cpu_enabled() else None
     return torch.get_autocast_gpu_dtype() if torch.is_autocast_enabled() else None
+
+
+_AUTOCAST_BY_DEVICE = hasattr(torch, "get_autocast_dtype")

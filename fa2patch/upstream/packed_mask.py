@@ -146,43 +146,41 @@ class PackedMask:
             query, key, value: ``[batch, heads, length, head dim]``.
             asked: the keywords of the call.
         """
-        documents, quirks, get = self.boundaries, self.facts.architecture, asked.get
-        if layer is None or self.part is not None or documents.until is not None:
+        documents, quirks, get, dtype = self.boundaries, self.facts.architecture, asked.get, query.dtype
+        if layer is None or self.part is not None or documents.until is not None or query.is_meta:
             return None
         if quirks.adjust is not None or quirks.queries is not None:
             return None
-        if get("s_aux") is not None or get("sinks") is not None or query.is_meta:
+        if get("s_aux") is not None or get("sinks") is not None:
             return None
-        for name in asked.keys() - LOOKED_AT:
-            if isinstance(asked[name], torch.Tensor):
+        for name in asked:
+            if name not in LOOKED_AT and isinstance(asked[name], torch.Tensor):
                 return None
-        rows, heads, length, dim = query.shape
-        rows_of_keys, key_heads, keys, _ = key.shape
-        rows_of_values, value_heads, values, value_dim = value.shape
-        if not (rows == rows_of_keys == rows_of_values and length == keys == values):
+        (rows, heads, length, dim), of_key, of_value = query.shape, key.shape, value.shape
+        if not (rows == of_key[0] == of_value[0] and length == of_key[2] == of_value[2]):
             return None
         return (
-            id(layer), getattr(layer, "is_causal", None), self.window, documents.parents is None, heads, key_heads,
-            value_heads, dim, value_dim, query.dtype, key.dtype, value.dtype, query.device,
-            autocast_dtype(query.device.type) if query.dtype is torch.float32 else None,
+            id(layer), getattr(layer, "is_causal", None), self.window, documents.parents is None, heads, of_key[1],
+            of_value[1], dim, of_value[3], dtype, key.dtype, value.dtype, query.device,
+            autocast_dtype(query) if dtype is torch.float32 else None,
             torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad),
             torch._C._get_deterministic_algorithms(), *map(get, OPTIONS),
         )  # fmt: skip
 
     def attend_again(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, known: Prepared
+        self, layer: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, known: Prepared
     ) -> torch.Tensor:
         """Compute a call of a kind that :meth:`attend` has looked at, and return the same.
 
         Args:
+            layer: the layer that ``known`` holds for.
             query, key, value: as there, but ``[batch, heads, length, dim]``.
             known: what was found.
         """
-        layer = known.of.layer()
         self.calls.append(layer)
         self.picks.last[id(layer)] = known.of
         q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-        batch, length = q.shape[:2]
+        batch, _, length, _ = query.shape
         if not (q.dtype is k.dtype is v.dtype is known.dtype):
             q, k, v = q.to(known.dtype), k.to(known.dtype), v.to(known.dtype)
         output = known.kernel(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), self.boundaries, known.options)

@@ -85,7 +85,7 @@ def compute_dtype(
         return v.dtype if v.dtype in half else half.pop(), ()
     if q.dtype != torch.float32:
         return q.dtype, ()
-    by_autocast = autocast_dtype(q.device.type)
+    by_autocast = autocast_dtype(q)
     if by_autocast is not None:
         return by_autocast, ()
     quantized: torch.dtype | None = getattr(getattr(layer, "config", None), "_pre_quantization_dtype", None)

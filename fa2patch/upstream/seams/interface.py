@@ -59,7 +59,7 @@ def routed(original: Function) -> Function:
             kind = mask.kind_of(module, query, key, value, kwargs)
             known = mask.picks.prepared.get(kind)
             if known is not None and known.holds_for(module):
-                return mask.attend_again(query, key, value, known), None
+                return mask.attend_again(module, query, key, value, known), None
         # no generator: dynamo traces each of its steps, in every layer
         q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         return mask.attend(module, q, k, v, _options(module, kwargs), kind), None

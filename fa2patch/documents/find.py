@@ -148,8 +148,8 @@ class _Given:
         axes: the position ids, int64 ``[axes, batch, length]``; no axes if there are none.
         real: bool ``[batch, length]``: tokens that the mask does not hide.
         runs: the row and the index of the first token of each run of real tokens, and the index of the nearest real
-            token to its left in the row, or -1. Every other real token's is its neighbour, so that a batch costs little
-            more than its ids alone.
+            token to its left in the row, or -1. For other real tokens it is the left neighbour, so that a batch costs
+            little more than its ids alone.
     """
 
     axes: Ids
@@ -174,7 +174,10 @@ class _Given:
         self.runs = rows, tokens, before
 
     def left(self, values: NDArray[Any]) -> NDArray[Any]:
-        """What the nearest real token to the left has of ``[..., batch, length]``; a row's first one its own."""
+        """For each token, the value ``[..., batch, length]`` of the nearest real token to its left.
+
+        A row's first real token gets its own.
+        """
         rows, tokens, before = self.runs
         found = np.concatenate([values[..., :1], values[..., :-1]], axis=-1)
         found[..., rows, tokens] = values[..., rows, np.maximum(before, 0)]
@@ -182,7 +185,7 @@ class _Given:
 
 
 _MERGED = -(2**40)
-"""What stands in the place of document numbers that their dtype cannot tell from others. float32 holds it."""
+"""Replaces document numbers that their dtype may have rounded or wrapped. float32 holds it."""
 
 
 def whole_numbers(mask: torch.Tensor) -> torch.Tensor:
@@ -325,7 +328,7 @@ def _behind_padding(ids: Array, left: Array, left_starts: Array, first_position:
     """Where a document starts behind an id that is one below its first position, although ids go on from it.
 
     Such an id is padding: ``attention_mask.cumsum(-1) - 1`` gives -1 to what is padded left, and RoBERTa's own count
-    gives 1 where its documents start at 2. An id that itself goes on from another one is none, and 0 is none either:
+    gives 1 where its documents start at 2. An id that itself goes on from another one is no padding. Neither is 0:
     collators begin there whatever the model. ``left`` are the ids of the tokens to the left, and ``left_starts`` says
     whether these start documents.
     """
@@ -417,7 +420,7 @@ def _from_starts(starts: Flags, on: torch.device, positions: int | None) -> Boun
 
 
 def _require_no_wrap(dtype: torch.dtype, largest: int, counted: int) -> None:
-    """Refuse a document whose ``counted`` tokens are as many as its ids' dtype can count, if ids are so large."""
+    """Refuse ids that may have wrapped in a small dtype: the largest is reached, and ``counted`` tokens pass it."""
     # behind that, the ids of a longer document begin again, as if another one started
     if torch.iinfo(dtype).bits < 32 and largest == torch.iinfo(dtype).max < counted:
         raise BadPositionIds(

@@ -5,8 +5,8 @@ packed equals padded, ``num_items_in_batch`` included. Only models that shift th
 
 In a batch of ``loss_weights="document"`` every document has the same weight, and in one of ``"token"`` every token has
 its own. A trainer knows only ``labels``, and Trainer divides the loss by how many of them there are in a step, over
-accumulated batches and processes. So ``labels`` hold one label for each document, or for each token in the loss, which
-makes this the number by which the weighted losses are divided. The tokens to predict are in ``loss_labels``, and their
+accumulated batches and processes. So ``labels`` hold one entry for each document, or for each token in the loss, and
+their number is what the weighted losses are divided by. The tokens to predict are in ``loss_labels``, and their
 weights, which add up to 1 in each document or are the user's, in ``loss_weights``.
 """
 
@@ -255,7 +255,7 @@ def _inside_of_fewer(
 def _without_gaps(
     labels: torch.Tensor, documents: Boundaries, shape: tuple[int, int], kept: torch.Tensor, ids: torch.Tensor | None
 ) -> torch.Tensor:
-    """Labels without those that a token of another document would predict, because the tokens between are not kept.
+    """Ignore the labels that another document's token would predict after the tokens between were cut.
 
     There are two ways to cut labels. If they are the kept tokens' own labels, the label behind such a gap is another
     document's. ms-swift gives each kept token but the last one the label of the token behind it in the row, which
@@ -299,7 +299,7 @@ def _take_weighted(step: Step) -> None:
     """Take what a weighted loss is computed from out of the call, so that the model computes no loss itself."""
     call = step.call
     _require_logits(step)
-    if step.by_hook:  # a foreign forward: what it calls in the end is ours, or refuses
+    if step.by_hook:  # another package's forward: the forward that it calls in the end is ours, or raises
         return
     _require_labels(step)
     other = _other_loss(step)

@@ -73,8 +73,8 @@ def _computed(
 ) -> Any:
     """Compute a packed batch in the first way that a trial has shown to be right, else document by document.
 
-    The mixer accepts the collator's ``lengths`` of these names. If it hands a state on to the next layer as its second
-    output, the mask is returned in its place.
+    ``lengths`` are the names of the collator's lengths that this mixer takes. If it hands a state on to the next layer
+    as its second output, the mask is returned in its place.
     """
     kwargs = {name: value for name, value in kwargs.items() if name not in LENGTHS}
     mixing = Mixing(original, module, args, kwargs, _own_documents(module, mask), mask.shape, hands_on)
@@ -139,7 +139,7 @@ _LOOK_BACK: WeakSet[torch.nn.Module] = WeakSet()
 def _require_no_look_back(mixing: Mixing, documents: Documents, outputs: Sequence[Any]) -> None:
     """Raise :class:`BadParents` if a shared segment's outputs depend on what follows it (ConvBERT).
 
-    A prompt would be another one before each of its completions. A mixer has no attribute that says so.
+    The same prompt would give other outputs before each of its completions. A mixer has no attribute that says so.
     """
     found, module, hidden = documents.shared(), mixing.module, mixing.hidden
     if found is None or module in _LOOK_BACK:

@@ -19,6 +19,8 @@ from unittest import mock
 
 import torch
 
+from fa2patch.upstream.inspecting import ATTENTION_FUNCTIONS
+
 from . import tiny_copies
 from .tiny_configs import MEDIA, SETTINGS, VISION, VOCABULARY, made, parameters
 from .tiny_overrides import OVERRIDES, RENAMED, SIDES
@@ -287,7 +289,7 @@ def has_experts(model: Any) -> bool:
 
 def _needs_a_window(modeling: Any) -> bool:
     """Whether this is 4.34 or 4.35, whose flash Mistral fails without a window."""
-    return not (hasattr(modeling, "MISTRAL_ATTENTION_CLASSES") or hasattr(modeling, "ALL_ATTENTION_FUNCTIONS"))
+    return not any(hasattr(modeling, name) for name in ("MISTRAL_ATTENTION_CLASSES", *ATTENTION_FUNCTIONS))
 
 
 def modeling(architecture: str) -> Any:

@@ -16,6 +16,7 @@ import torch
 
 from ..errors import KernelUnavailable, UnknownKernel
 from ..kernels import check_name
+from ..upstream.inspecting import ATTENTION_FUNCTIONS
 from .models import resolve
 from .output import in_one_line
 
@@ -48,7 +49,7 @@ def device(name: str) -> torch.device:
 def implementation(name: str) -> str:
     """The name of an attention implementation that the installed Transformers has, or of a kernel of the hub."""
     modeling: Any = importlib.import_module("transformers.modeling_utils")
-    functions = getattr(modeling, "ALL_ATTENTION_FUNCTIONS", {})
+    functions = [key for table in ATTENTION_FUNCTIONS for key in getattr(modeling, table, ())]
     known = list(dict.fromkeys([*IMPLEMENTATIONS, *(key for key in functions if "|" not in key)]))
     if "/" in name or name in known:
         return name

@@ -147,24 +147,19 @@ class _Runs:
     def from_alone(self) -> float:
         """How far a document's outputs are from those in a row of its own, relative to the largest; 0 if unknown.
 
-        It is 0, too, if one rounding of its embeddings moves it further, as kernels round by the length of a row, and
-        where such a rounding may pick other experts. It is unknown for pictures, whose parts are not known, for trees,
-        if something draws random numbers that cannot be made constant, as a kernel with dropout does, and if the
-        document cannot be run by itself.
+        Of a tree, it is the path of a segment. It is 0, too, if one rounding of its embeddings moves it further, as
+        kernels round by the length of a row, and where such a rounding may pick other experts. It is unknown for
+        pictures, whose parts are not known, if something draws random numbers that cannot be made constant, as a kernel
+        with dropout does, and if the document cannot be run by itself.
         """
-        if passed(self.call, MEDIA) or self.is_tree:
+        path = [] if passed(self.call, MEDIA) else self._telling_path()
+        if not path:
             return 0.0
-        real = self.real.cpu().expand(self.shape)
-        whole = [place for place in self._slices() if place.of(real).all()]
-        if not whole:
-            return 0.0
-        # short, and not the first of its row, which has the same places in the row when it is alone
-        document = min(whole, key=lambda place: (place.start == 0, place.length, place.row, place.start))
         call, labels = dict(self.call), self.call.get("labels")
         if labels is not None and tuple(labels.shape[:2]) != self.shape:  # one for each document
             del call["labels"]
         try:
-            own = on_its_own(call, [document], self.shape)
+            own = on_its_own(call, path, self.shape)
             mask = packed_mask_of(own, vars(self.original)[MARK])
             assert mask is not None, "its length was stated"
             alone = _Runs(self.model, self.original, own, mask)
@@ -174,7 +169,7 @@ class _Runs:
         here, again = (self.outputs(None, seed, constant_draws=True) for seed in (0, 1))
         if distance(again, here) > 0:
             return 0.0
-        inside = [document.of(values)[None] for values in here]
+        inside = [torch.cat([place.of(values) for place in path])[None] for values in here]
         pairs = [(one, other) for one, other in zip(expected, inside) if one.shape == other.shape]
         far = max((distance([one], [other]) for one, other in pairs), default=0.0)
         if far > self.near and (
@@ -182,6 +177,22 @@ class _Runs:
         ):
             return 0.0
         return far
+
+    def _telling_path(self) -> list[RowSlice]:
+        """The segments of a short path, without padding, that has other places in this row than alone if any has.
+
+        The first document of a row has not. It is empty if all paths have padding.
+        """
+        slices, real = self._slices(), self.real.cpu().expand(self.shape)
+        tree = Tree([place.length for place in slices], [place.parent for place in slices], torch.device("cpu"))
+        paths = [[slices[each] for each in tree.path(leaf)] for leaf in tree.leaves]
+        whole = [path for path in paths if all(place.of(real).all() for place in path)]
+
+        def order(path: list[RowSlice]) -> tuple[Any, ...]:
+            last, length = path[-1], sum(place.length for place in path)
+            return last.stop == length, length, last.row, last.start
+
+        return min(whole, key=order, default=[])
 
     def outputs(
         self,

@@ -13,7 +13,7 @@ ROOT = environments.HERE.parent
 
 FAULTS = {
     "a function of all: where documents start": (
-        "fa2patch/documents/find.py", "real & ((previous < 0) | ~continues)", "real & (previous < 0)"),
+        "fa2patch/documents/find.py", "given.real & _breaks(ids, step)", "given.real & (ids < 0)"),
     "a function of all: attention": (
         "fa2patch/kernels/reference.py", "calls.split(x) for x in (q, k, v)", "calls.split(x) for x in (q, k * 2, v)"),
     "a function of all: the kernel that calls it": (
@@ -38,7 +38,7 @@ FAULTS = {
     "a constant of all: the argument of masks": (
         "fa2patch/upstream/packed_mask.py", 'MASK = "attention_mask"', 'MASK = "attention_masks"'),
     "a constant of mixers: the argument that reaches them": (
-        "fa2patch/upstream/seams/mixer.py", 'MASKS = ("attention_mask", "mask", "conv_mask")', 'MASKS = ("masks",)'),
+        "fa2patch/upstream/find_layers.py", '_MASKS = ("attention_mask", "mask", "conv_mask")', '_MASKS = ("masks",)'),
     "a constant of what is registered": (
         "fa2patch/upstream/inspecting.py", '("ALL_ATTENTION_FUNCTIONS",)', '("ALL_ATTENTION",)'),
     "a class body: a field's default": (
@@ -115,6 +115,13 @@ def planted(home, file, old, new):
     assert old in source, f"{file} has no {old!r}"
     path.write_text(source.replace(old, new, 1))
     return lambda: path.write_text(source)
+
+
+@pytest.mark.parametrize("file, old, new", [*FAULTS.values(), *HARMLESS.values()], ids=[*FAULTS, *HARMLESS])
+def test_what_is_changed_is_still_there(file, old, new):
+    """The slow tests would fail only in the night that follows a change of this text."""
+    assert (ROOT / file).exists() == (old is not None)
+    assert old is None or old in (ROOT / file).read_text()
 
 
 @pytest.mark.slow

@@ -76,6 +76,28 @@ def test_other_batches(batch):
         model.train()(**given)
 
 
+first_of_row = on_outputs(mlp_of, lambda module, out: out + out * (torch.arange(out.shape[1]) == 0)[None, :, None])
+
+
+@pytest.mark.parametrize("changed", [in_a_layer, first_of_row], ids=["noise", "first token of the row"])
+@pytest.mark.parametrize("prompts", [[0, 0, 0, 0], [4, 4, 4, 4]], ids=["no prompts", "prompts"])
+def test_rows_with_shared_prompts_are_refused(changed, prompts):
+    """Also where no document continues another one: the rows state parents, so that the batch is a tree."""
+    docs = documents(6, 24, 9, 12)
+    for number in (1, 3):
+        docs[number][:4] = docs[number - 1][:4]
+    with refusal("length of the row", fa2patch.errors.PackingNotIsolated):
+        patched(change=changed)(**fa2patch.packing.share(docs, prompts=prompts, least=1).batch)
+
+
+@pytest.mark.parametrize("prompts", [[0, 0, 0, 0], [4, 4, 4, 4]], ids=["no prompts", "prompts"])
+def test_rows_with_shared_prompts_are_not_refused(prompts):
+    docs = documents(6, 24, 9, 12)
+    for number in (1, 3):
+        docs[number][:4] = docs[number - 1][:4]
+    patched(change=nothing)(**fa2patch.packing.share(docs, prompts=prompts, least=1).batch)
+
+
 nothing = on_outputs(mlp_of, lambda module, output: 2 * output)
 
 NOT_READ = {

@@ -74,7 +74,8 @@ def test_grpo_has_the_steps_of_padded_training(stack: str, way: str) -> None:
         assert len(logged(expected, name)) == 4
         assert logged(found, name) == pytest.approx(logged(expected, name), rel=NEAR)
     assert losses(found) == pytest.approx(losses(expected), abs=1e-6)
-    assert max(found["tokens"]) < max(expected["tokens"]) and found["said"] and not expected["said"]
+    assert {*found["tokens"]} - {*expected["tokens"]}  # a completion is shorter than its row, or is run alone to prove
+    assert found["said"] and not expected["said"]
 
 
 @pytest.mark.parametrize("kind", ["padded", "reranker"])

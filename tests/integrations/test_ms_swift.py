@@ -16,7 +16,8 @@ NEAR = 1e-5
 
 NEWEST = "ms-swift-4.6.0"
 
-pytestmark = [pytest.mark.slow, pytest.mark.parametrize("stack", ["ms-swift-3.10.0", NEWEST])]
+pytestmark = pytest.mark.slow
+every_stack = pytest.mark.parametrize("stack", ["ms-swift-3.10.0", NEWEST])
 KINDS = ("padded", "dpo", "lora", "embedding")
 GRPO = ("grpo, patched", "grpo, padding_free")
 FREE = {kind: "padding_free" if kind == "padded" else f"{kind}, padding_free" for kind in KINDS}
@@ -39,6 +40,7 @@ def losses(run: dict[str, Any]) -> list[float]:
     return logged(run, "loss")
 
 
+@every_stack
 @pytest.mark.parametrize("kind", KINDS)
 def test_padding_free_training_has_the_losses_of_padded_training(stack: str, kind: str) -> None:
     found, expected = runs(stack)[FREE[kind]], runs(stack)[kind]
@@ -48,27 +50,29 @@ def test_padding_free_training_has_the_losses_of_padded_training(stack: str, kin
     assert found["said"] and not expected["said"]
 
 
+@every_stack
 def test_the_command_trains_as_what_it_starts(stack: str) -> None:
     found, expected = runs(stack)["swift sft"], runs(stack)["padded"]
     assert losses(found) == pytest.approx(losses(expected), rel=NEAR)
     assert found["said"] and found["verified"] == {"ok": True, "documents": 4}
 
 
+@every_stack
 def test_the_first_batch_is_verified(stack: str) -> None:
     assert runs(stack)["padding_free"]["verified"] == {"ok": True, "documents": 4}
 
 
+@every_stack
 def test_packed_rows_have_the_loss_of_their_documents_alone(stack: str) -> None:
     found = runs(stack)["packing"]
     assert losses(found) == pytest.approx(found["alone"], rel=NEAR)
     assert found["verified"]["ok"] and found["verified"]["documents"] > 1
 
 
+@pytest.mark.parametrize("stack", [NEWEST])  # 3.10.0 imports vLLM for GRPO, also with --use_vllm false
 @pytest.mark.parametrize("way", GRPO)
 def test_grpo_has_the_steps_of_padded_training(stack: str, way: str) -> None:
     """Its loss is a sum that cancels but for rounding, so the gradients' size and the divergence tell more."""
-    if stack != NEWEST:
-        pytest.skip("ms-swift 3.10.0 imports vLLM for GRPO, also with --use_vllm false")
     found, expected = runs(stack)[way], runs(stack)["grpo"]
     for name in ("grad_norm", "kl", "reward"):
         assert len(logged(expected, name)) == 4
@@ -78,6 +82,7 @@ def test_grpo_has_the_steps_of_padded_training(stack: str, way: str) -> None:
     assert found["said"] and not expected["said"]
 
 
+@every_stack
 @pytest.mark.parametrize("kind", ["padded", "reranker"])
 def test_padded_batches_are_computed_packed(stack: str, kind: str) -> None:
     found, expected = runs(stack)[f"{kind}, patched"], runs(stack)[kind]
@@ -85,5 +90,6 @@ def test_padded_batches_are_computed_packed(stack: str, kind: str) -> None:
     assert max(found["tokens"]) < max(expected["tokens"])  # proofs run more of them, and none is padded
 
 
+@every_stack
 def test_ms_swift_refuses_without_the_plugin(stack: str) -> None:
     assert "requires a flash attention implementation" in runs(stack)["refused"]["refused"]

@@ -165,7 +165,7 @@ def test_in_a_graph_a_layer_that_asks_for_something_else_is_picked_for_anew(monk
             return asked == self.asked, "it is for another"
 
     wanted = (asks(), asks_other(what))
-    monkeypatch.setattr(picks, "passes", lambda *given: (True, ""))
+    monkeypatch.setattr(picks, "passes_trial", lambda *given: (True, ""))
     monkeypatch.setattr(picks, "ORDER", tuple(Only(asked, f"for {i}") for i, asked in enumerate(wanted)))
     chosen, found = picks.Picks("auto"), []
 
@@ -198,7 +198,7 @@ def everything_is_here(monkeypatch):
     """Every kernel is available, and none is tried."""
     found = varlen.EntryPoint(lambda: None, frozenset(name for names in varlen.PARAMETERS.values() for name in names))
     monkeypatch.setattr(varlen.VarlenFunc, "found", lambda self: found)
-    monkeypatch.setattr(picks, "passes", lambda kernel, asked, device: (True, ""))
+    monkeypatch.setattr(picks, "passes_trial", lambda kernel, asked, device: (True, ""))
     for kernel in kernels.ORDER:
         monkeypatch.setattr(type(kernel), "available", lambda self: (True, ""))
 

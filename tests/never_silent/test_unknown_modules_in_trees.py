@@ -75,9 +75,15 @@ def test_a_module_that_shows_one_token_to_one_segment_is_named(row, token, first
         shows(token, first, last)(**rows_of_segments(row))
 
 
-@pytest.mark.parametrize("row, token, first, last", [(SIBLINGS, 0, 5, 13), (CHAINS, 9, 12, 14), (NESTED, 5, 9, 12)])
+@pytest.mark.parametrize("row, token, first, last", [(SIBLINGS, 0, 5, 13), (NESTED, 5, 9, 12)])
 def test_a_module_that_shows_a_parent_to_what_continues_it_is_no_leak(row, token, first, last):
     assert torch.isfinite(shows(token, first, last)(**rows_of_segments(row)).logits).all()
+
+
+def test_a_module_that_shows_a_parent_by_its_place_in_the_row_is_not_as_alone():
+    """The second chain alone has other tokens at these places."""
+    with pytest.raises(fa2patch.errors.PackingNotIsolated, match="than in a row of its own"):
+        shows(9, 12, 14)(**rows_of_segments(CHAINS))
 
 
 @pytest.mark.parametrize("row", [SIBLINGS, CHAINS, NESTED, [(3, -1), (2, 0)]])

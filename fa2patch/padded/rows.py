@@ -177,8 +177,10 @@ class Layout:
         return spread
 
 
-def _require_unread(padding: torch.Tensor, gradient: torch.Tensor) -> None:
+def _require_unread(padding: torch.Tensor, gradient: torch.Tensor | None) -> None:
     """Raise if a gradient comes to hidden states of padding. Overflow, which a gradient scaler skips, says nothing."""
+    if gradient is None:  # a loss that differentiates by itself (Liger's) sends none
+        return
     found = gradient.index_select(0, padding.to(gradient.device))
     tensors.require(
         ~(found.isfinite() & (found != 0)).any(),

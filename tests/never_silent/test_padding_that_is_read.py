@@ -327,6 +327,32 @@ def test_autocast_ends_behind_a_forward_that_is_run_within_itself() -> None:
     assert not torch.is_autocast_enabled("cpu")
 
 
+class SendsNothing(torch.autograd.Function):
+    """Reads hidden states and sends them no gradient, as Liger's loss does for what it has differentiated itself."""
+
+    @staticmethod
+    def forward(ctx: Any, states: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        ctx.shape = logits.shape
+        return logits.sum() + 0 * states.sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor]:
+        return None, gradient.expand(ctx.shape)
+
+
+def test_a_loss_that_sends_no_gradient_to_some_outputs() -> None:
+    model, batch = model_of("Llama", "ForCausalLM"), batch_of()
+    reference = copy.deepcopy(model)
+    fa2patch.apply(model, padded_batches=True)
+    gradients = []
+    for each in (model, reference):
+        found = each(**batch, output_hidden_states=True)
+        real = batch["attention_mask"].bool()
+        loss = SendsNothing.apply(found.hidden_states[1], found.logits[real])  # type: ignore[no-untyped-call]
+        gradients.append(with_gradients(each, loss)[1])
+    assert_same_gradients(*gradients)
+
+
 def test_threads_wait_for_what_is_found() -> None:
     """Only one of them tries the head; the others must not compute meanwhile as if it read no padding."""
     model, batch = model_of("Bert", "ForQuestionAnswering"), {**batch_of(), **SPANS}

@@ -41,8 +41,8 @@ def test_an_unchanged_grpo_script_logs_the_same_numbers_with_fewer_tokens_in_its
     assert len({entry["loss"] for entry in expected["logs"]}) == len(expected["logs"]) == 4
     found, said = script(stack, "grpo.py", options=())
     assert_same_logs(found["logs"], expected["logs"])
-    # more forwards, because the script's hook is code that fa2patch proves; none computes as much as a padded batch
-    assert max(found["tokens"]) < 0.6 * min(expected["tokens"])
+    assert len(found["tokens"]) == len(expected["tokens"])
+    assert sum(found["tokens"]) < 0.6 * sum(expected["tokens"])
     assert [line for line in said if "LlamaForCausalLM patched" in line] == said[:-1]
     assert "GRPOTrainer makes padded batches, and computes them packed" in said[-1]
     assert "model, ref_model." in said[-1]

@@ -61,10 +61,13 @@ def main() -> None:
     ]
     tokens: list[int] = []
     made = model()
-    made.model.layers[0].register_forward_pre_hook(
-        lambda layer, args, kwargs: tokens.append((args[0] if args else kwargs["hidden_states"])[..., 0].numel()),
-        with_kwargs=True,
-    )
+    first = made.model.layers[0]
+
+    def count(layer: Any, args: Any, kwargs: Any) -> None:
+        if layer is first:  # a proof runs a replica
+            tokens.append((args[0] if args else kwargs["hidden_states"])[..., 0].numel())
+
+    first.register_forward_pre_hook(count, with_kwargs=True)
     made.config.use_cache = False
     found["padded batches"] = losses(
         trainer_of(padded, model=made, callbacks=[fa2patch.TrainerCallback(padded_batches=True)])

@@ -126,21 +126,21 @@ def cases() -> Iterator[Case]:
     yield Case(False, [*range(many), many - 2, many], (1, many), [*range(many)])
 
 
-def _tensors(row: Case, device: torch.device) -> tuple[Any, ...]:
-    given = (row.ends, row.ends_of_keys)
+def _tensors(case: Case, device: torch.device) -> tuple[Any, ...]:
+    given = (case.ends, case.ends_of_keys)
     ends, keys = (None if x is None else torch.tensor(x, dtype=torch.int32, device=device) for x in given)
-    if row.starts is None:
-        return ends, keys, row.shape, None, row.longest
-    counted, starts = torch.arange(row.shape[1]), torch.tensor(row.starts)
+    if case.starts is None:
+        return ends, keys, case.shape, None, case.longest
+    counted, starts = torch.arange(case.shape[1]), torch.tensor(case.starts)
     ids = counted - starts[torch.bucketize(counted, starts, right=True) - 1]
-    return ends, keys, row.shape, ids[None].to(device), row.longest
+    return ends, keys, case.shape, ids[None].to(device), case.longest
 
 
 def tells(device: torch.device) -> bool:
     """Whether the kernel tells right rows from wrong ones on a device. All verdicts are read from there at once."""
     tried = [*cases()]
-    found = torch.stack([looked_at(*_tensors(row, device)) for row in tried]).bool().tolist()
-    return found == [row.holds for row in tried]
+    found = torch.stack([looked_at(*_tensors(case, device)) for case in tried]).bool().tolist()
+    return found == [case.holds for case in tried]
 
 
 _verdicts: dict[int, bool] = {}

@@ -117,9 +117,9 @@ def described_call(
     return (q.device.type, q.dtype, *heads, *dims, options.causal, needed, gradients)
 
 
-def asked_as(described_call: tuple[Any, ...]) -> Asked:
-    """Return a call that is :func:`described_call`."""
-    *call, needed, gradients = described_call
+def asked_as(described: tuple[Any, ...]) -> Asked:
+    """Return what a call asks for, from what :func:`described_call` returns."""
+    *call, needed, gradients = described
     always = ("deterministic",) if torch.are_deterministic_algorithms_enabled() else ()
     features = tuple([name for name, is_needed in zip(FEATURES, needed) if is_needed or name in always])
     return Asked._make([*call, features, gradients])

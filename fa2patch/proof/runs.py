@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .._torch import eagerly
+from .._torch import eagerly, is_no_verdict
 from .._types import Args, Call, Model
 from ..comparison import tensors
 from ..errors import PackingNotIsolated
@@ -66,7 +66,9 @@ def picks(runs: Iterable[Callable[[], object]], tokens: int) -> bool:
             with torch.no_grad(), eagerly(), mode:
                 run()
             made.append(mode.made)
-    except Exception:
+    except Exception as error:
+        if is_no_verdict(error):
+            raise
         return False
     first, *others = made
     return any(len(one) != len(first) or not all(map(torch.equal, one, first)) for one in others)

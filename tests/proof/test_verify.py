@@ -15,7 +15,7 @@ from unknown_modules import Around, behind_the_mlp, routed_mlps
 import fa2patch
 from compat_matrix import tiny_models
 from fa2patch import errors
-from fa2patch.proof.runs import dtypes_saved
+from fa2patch.proof.runs import dtypes_saved, picks
 from fa2patch.upstream import labels
 
 LENGTHS = (4, 6, 1, 5)
@@ -221,6 +221,15 @@ def test_rounding_counts_as_nothing_in_a_mixture_of_experts_only(patched):
     assert fa2patch.verify(patched).moved_bound == 0
     routed_mlps(patched)
     assert fa2patch.verify(patched).moved_bound == 1e-5
+
+
+def test_a_run_that_cannot_be_watched_gets_the_stricter_bound_unless_memory_is_short():
+    def fails(error):
+        raise error
+
+    assert picks([lambda: fails(NotImplementedError("no rule for this mode"))], 4) is False
+    with pytest.raises(torch.cuda.OutOfMemoryError):
+        picks([lambda: fails(torch.cuda.OutOfMemoryError("CUDA out of memory"))], 4)
 
 
 def test_labels_that_cross_are_masked_as_in_a_padded_run(patched):

@@ -114,6 +114,8 @@ class Batches:
                 states = _put(states, self.places, self.size)
             else:
                 states = filling.index_copy(0, self.places, states)
+        if len(self.shapes) == 1:  # the backward of a split would copy
+            return [states.view(*self.shapes[0], *states.shape[1:])]
         pieces = states[None].split_with_sizes(self.sizes, 1)  # one document needs no other shape
         return [
             piece if call[0] == 1 else piece.view(*call, *states.shape[1:]) for piece, call in zip(pieces, self.shapes)
@@ -121,8 +123,11 @@ class Batches:
 
     def join(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
         """The documents end to end ``[tokens, ...]``, from the calls' results ``[count, longest, ...]``."""
-        flat = [piece if len(piece) == 1 else piece.flatten(0, 1)[None] for piece in pieces]
-        whole = (flat[0] if len(flat) == 1 else torch.cat(flat, 1))[0]
+        if len(pieces) == 1:
+            whole = pieces[0].flatten(0, 1)
+        else:
+            flat = [piece if piece.shape[0] == 1 else piece.flatten(0, 1)[None] for piece in pieces]
+            whole = torch.cat(flat, 1).squeeze(0)  # the backward of an index would copy
         if self.places is None:
             return whole
         taken: torch.Tensor = _Taken.apply(whole, self.places)  # type: ignore[no-untyped-call]

@@ -53,7 +53,7 @@ class Reference(Kernel):
     ) -> torch.Tensor:
         if compiling() and HAS_OPERATORS:
             return operator(q, k, v, boundaries, options, scale)
-        return over_documents(q, k, v, boundaries, replace(options, scale=scale))
+        return over_documents(q, k, v, boundaries, options if options.scale == scale else replace(options, scale=scale))
 
 
 class Call(NamedTuple):
@@ -117,7 +117,8 @@ def attend(call: Call, options: Options) -> torch.Tensor:
     special = windowed or options.dropout  # the operator's backward repeats the dropout; sdpa's backends draw others
     plain = not special and options.softcap is None and options.sinks is None and options.alibi_slopes is None
     if plain and length == 1:
-        return _of_one_key(query, key, value)
+        output: torch.Tensor = _OfOneKey.apply(query, key, value)  # type: ignore[no-untyped-call]
+        return output
     asked: dict[str, Any] = {}
     if groups > 1 and plain and _SHARES_KEYS:
         asked["enable_gqa"] = True
@@ -135,14 +136,24 @@ def attend(call: Call, options: Options) -> torch.Tensor:
         return (weights @ value.to(weights.dtype)).to(value.dtype)
 
 
-def _of_one_key(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+class _OfOneKey(torch.autograd.Function):
     """What :func:`attend` returns for documents of one token: the value of the only key, whose weight is 1.
 
-    The operator takes longer for thousands of such documents than all else in a small layer.
+    The operator takes longer for thousands of such documents than all else in a small layer. A padded batch has
+    gradients of queries and keys, zeros, too.
     """
-    queries = query.reshape(*key.shape[:2], -1, query.shape[3])  # by the head of their key
-    nothing = 0 * queries[..., :1] + 0 * key[..., :1]  # a padded batch has gradients of queries and keys, zeros, too
-    return (value + nothing).flatten(1, 2)[:, :, None].to(value.dtype)
+
+    @staticmethod
+    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        ctx.shapes, ctx.groups = (query.shape, key.shape), query.shape[1] // key.shape[1]
+        return value.repeat_interleave(ctx.groups, 1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        (grad,) = grads
+        own = grad.view(*grad.shape[:1], -1, ctx.groups, *grad.shape[2:]).sum(2) if ctx.groups > 1 else grad
+        nothing = grad.new_zeros(())
+        return nothing.expand(ctx.shapes[0]), nothing.expand(ctx.shapes[1]), own
 
 
 def _weights(query: torch.Tensor, key: torch.Tensor, options: Options, last: torch.Tensor | None) -> torch.Tensor:

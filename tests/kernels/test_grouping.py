@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from compat_matrix.bench.bench_steps import Operators
 from compat_matrix.check.kernel_cases import HEADS, documents, states
 from compat_matrix.check.reads import calls
 from fa2patch.kernels import Options, grouping
@@ -114,6 +115,25 @@ def test_equal_documents_need_no_python_for_each():
         return calls(lambda: grouping.shared_calls(documents((1,) * count), WIDTH, True)).total()
 
     assert found(2000) == found(20)
+
+
+@pytest.mark.parametrize("lengths", [(64,), (8,) * 8], ids=["one document", "equal documents"])
+def test_documents_that_share_one_call_start_no_operators_beside_it(lengths):
+    """Nor does their backward: a split of one piece, or an index, would copy in it."""
+    q, k, v = states(lengths, dtype=torch.float32)
+
+    def by_hand():
+        batched = [x.view(len(lengths), lengths[0], *x.shape[1:]).transpose(1, 2) for x in (q, k, v)]
+        return attention(*batched, is_causal=True).transpose(1, 2).flatten(0, 1)
+
+    def started(compute):
+        with Operators() as operators:
+            torch.autograd.grad(compute().sum(), (q, k, v))
+        return operators.number
+
+    attention = torch.nn.functional.scaled_dot_product_attention
+    shared = documents(lengths)
+    assert started(lambda: Reference()(q, k, v, shared, Options())) == started(by_hand)
 
 
 @pytest.mark.parametrize("groups", [1, 2, HEADS], ids=["MHA", "GQA", "MQA"])

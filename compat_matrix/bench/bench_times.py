@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from transformers import BertConfig, BertModel
 
 import fa2patch
@@ -73,10 +74,11 @@ def layouts() -> dict[str, list[int]]:
     }
 
 
-def attentions(lengths: list[int]) -> dict[str, Attention]:
-    """Return ways to compute causal attention within documents, by name: the reference and SDPA called by hand.
+def attentions(lengths: list[int], backward: bool) -> dict[str, Attention]:
+    """Return ways to compute causal attention within documents, by name: the reference, and what torch has for it.
 
-    There is no *batched* without equal lengths, and no *padded* that would hold :data:`MOST_PADDING` times the tokens.
+    There is no *batched* without equal lengths, no *padded* that would hold :data:`MOST_PADDING` times the tokens, and
+    no FlexAttention with a backward, which torch does not have on a CPU.
     """
     kernel, where, longest = Reference(), workloads.boundaries_of(lengths), max(lengths)
     shape = len(lengths), longest
@@ -105,6 +107,13 @@ def attentions(lengths: list[int]) -> dict[str, Attention]:
         found["batched"] = batched
     if len(lengths) * longest <= MOST_PADDING * sum(lengths):
         found["padded"] = with_padding
+    if not backward:
+        torch.compiler.reset()  # each layout is a mask function of its own, and dynamo compiles only so many
+        document = torch.repeat_interleave(torch.tensor(lengths))
+        size = len(document), len(document)
+        mask = create_block_mask(lambda b, h, i, j: (document[i] == document[j]) & (i >= j), None, None, *size, "cpu")
+        flex = torch.compile(partial(flex_attention, block_mask=mask, enable_gqa=True), dynamic=False)
+        found["FlexAttention"] = lambda *states: flex(*(x.transpose(0, 1)[None] for x in states))[0].transpose(0, 1)
     return found
 
 
@@ -115,14 +124,15 @@ def bench_kernels(rows: list[Any], turns: Any, quick: bool, name: str, backward:
 
     One row of 2048 tokens; 8 query and 2 key heads of 64, float32, causal. The reference's time is the median of 9
     rounds, taken in turns; the other ways' times are multiples of it, medians over the rounds. *One by one*, *batched*
-    (documents of equal length only) and *padded* call SDPA by hand, *padded* with padding and unpadding; *reference to
-    best* is the reference's time as a multiple of the best of these three.
+    (documents of equal length only) and *padded* call SDPA by hand, *padded* with padding and unpadding;
+    *FlexAttention* is compiled with a document mask, and has no backward on a CPU; *reference to best* is the
+    reference's time as a multiple of the best of these. NestedTensor has no causal attention on a CPU.
     """
     lengths = workloads.cut(layouts()[name], 64 if quick else TOKENS)
     drawn = torch.Generator().manual_seed(0)
     states = [torch.randn(sum(lengths), heads, DIM, generator=drawn) for heads in (HEADS, KEY_HEADS, KEY_HEADS)]
     states = [x.requires_grad_(backward) for x in states]
-    ways = attentions(lengths)
+    ways = attentions(lengths, backward)
     expected = ways["reference"](*states)
 
     def call(way: Attention) -> Any:
@@ -133,7 +143,7 @@ def bench_kernels(rows: list[Any], turns: Any, quick: bool, name: str, backward:
     taken = turns({name: partial(call, way) for name, way in ways.items()}, 9, warm_up=2)
     ratios = {way: taken.ratio(way, "reference") for way in ways if way != "reference"}
     row = {"documents": name, "pass": "fwd + bwd" if backward else "forward", "reference, ms": taken.ms("reference")}
-    columns = {way: ratios.get(way, "") for way in ("one by one", "batched", "padded")}
+    columns = {way: ratios.get(way, "") for way in ("one by one", "batched", "padded", "FlexAttention")}
     rows.append({**row, "reference to best": 1 / min(ratios.values()), **columns})
 
 

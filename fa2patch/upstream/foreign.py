@@ -27,15 +27,22 @@ from .inspecting import code_called, own_code, plain
 
 # Whose code it is. A ``__module__`` does not say so, because functools.wraps copies it: the file that defines it does
 
-KNOWN = ("torch", "transformers", "fa2patch", "accelerate")
-"""Packages whose code needs no proof. Accelerate's forwards and hooks move tensors between devices."""
+KNOWN = (
+    "torch", "transformers", "fa2patch", "accelerate", "deepspeed.runtime.engine", "deepspeed.runtime.zero",
+    "deepspeed.utils",
+)  # fmt: skip
+"""Packages and modules whose code needs no proof.
+
+Accelerate's forwards and hooks move tensors between devices. Those of DeepSpeed's engine and ZeRO measure time and
+gather weights, and under Ulysses no rank could prove them by itself. DeepSpeed's layers, in other files, are not known.
+"""
 
 SPLITTERS = ("deepspeed", "ring_flash_attn")
 """Packages whose attention functions split rows over processes, which ``ulysses.py`` looks for."""
 
 
 def is_known(function: Any) -> bool:
-    """Whether a function, and each one that it wraps, is of a package in :data:`KNOWN` or is compiled code."""
+    """Whether a function, and each one that it wraps, is of what :data:`KNOWN` names or is compiled code."""
     return _is_below(function, (*_folders(KNOWN), functools.__file__))  # a decorator of functools says nothing itself
 
 
@@ -104,9 +111,11 @@ def _is_below(function: Any, places: tuple[str, ...]) -> bool:
 
 
 @functools.cache
-def _folder(package: str) -> str:
-    file = getattr(sys.modules[package], "__file__", None) or ""
-    return f"{Path(file).parent}/"
+def _folder(name: str) -> str:
+    """The folder of a package, or the file of a module."""
+    module = sys.modules[name]
+    file = getattr(module, "__file__", None) or ""
+    return f"{Path(file).parent}/" if hasattr(module, "__path__") or not file else file
 
 
 def _folders(packages: tuple[str, ...]) -> tuple[str, ...]:

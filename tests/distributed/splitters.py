@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import sys
 from collections.abc import Iterator
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -129,7 +131,7 @@ class ByTrainer(Accelerate):
 class Ring(Torch):
     """ring_flash_attn's ``substitute_hf_flash_attn``, with a function in its module's name: it needs flash-attn."""
 
-    word = "ring attention"
+    word, package = "ring attention", "ring_flash_attn"
 
     @contextlib.contextmanager
     def split(self, model: Any, call: dict[str, Any], more: list[torch.Tensor]) -> Iterator[dict[str, Any]]:
@@ -140,10 +142,11 @@ class Ring(Torch):
         table = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS
         table["ring"], was = attention, model.config._attn_implementation
         model.config._attn_implementation = "ring"
-        try:
-            yield {name: self._half(value) for name, value in call.items()}
-        finally:
-            model.config._attn_implementation = was
+        with mock.patch.dict(sys.modules, {self.package: ModuleType(self.package)}):  # what its import leaves
+            try:
+                yield {name: self._half(value) for name, value in call.items()}
+            finally:
+                model.config._attn_implementation = was
 
     def _half(self, value: Any) -> Any:
         if not torch.is_tensor(value) or value.dim() != 2:
@@ -152,7 +155,7 @@ class Ring(Torch):
 
     def starts(self) -> str:
         try:
-            importlib.import_module("ring_flash_attn")
+            importlib.import_module(self.package)
         except ImportError as error:
             return told(error)
         return ""

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib
+import sys
 import types
+from unittest import mock
 
 import pytest
 import torch
@@ -29,6 +32,7 @@ import fa2patch
 from compat_matrix.check.compare import assert_close
 from fa2patch import errors
 from fa2patch.proof.unknown import unknown
+from fa2patch.upstream import foreign
 from fa2patch.upstream.find_layers import ModelLayers
 
 
@@ -288,6 +292,31 @@ def test_models_as_they_came_need_no_proof(family):
     assert not found or "no evidence" in found or by_itself in found
     with fa2patch.apply(model):
         assert unknown(ModelLayers(model)) == found
+
+
+@pytest.mark.parametrize(
+    "module, is_known",
+    [
+        ("deepspeed.runtime.engine", True),
+        ("deepspeed.runtime.zero.parameter_offload", True),
+        ("deepspeed.runtime.data_pipeline.data_routing", False),
+        ("deepspeed.moe", False),
+    ],
+)
+def test_hooks_of_deepspeeds_engine_need_no_proof_and_its_layers_do(module, is_known, tmp_path, monkeypatch):
+    """Under Ulysses no rank could prove them by itself, and every model that the engine holds has them."""
+    *packages, name = module.split(".")
+    for count in range(1, len(packages) + 1):
+        (folder := tmp_path.joinpath(*packages[:count])).mkdir()
+        (folder / "__init__.py").touch()
+    (folder / f"{name}.py").write_text("def hook(module, given):\n    pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(foreign, "_folder", foreign._folder.__wrapped__)  # without its cache
+    model, others = llama(), {name: loaded for name, loaded in sys.modules.items() if name.split(".")[0] != "deepspeed"}
+    with mock.patch.dict(sys.modules, others, clear=True):
+        model.register_forward_pre_hook(importlib.import_module(module).hook)
+        found = unknown(ModelLayers(model))
+    assert not found if is_known else f"{module}.hook" in found
 
 
 # What the proof must see

@@ -17,8 +17,8 @@ FAULTS = {
     "a function of all: attention": (
         "fa2patch/kernels/reference.py", "calls.split(x) for x in (q, k, v)", "calls.split(x) for x in (q, k * 2, v)"),
     "a function of all: the kernel that calls it": (
-        "fa2patch/kernels/reference.py", "return over_documents(q, k, v, boundaries, replace(options, scale=scale))",
-        "return over_documents(q, k, v, boundaries, replace(options, scale=scale)) * 2"),
+        "fa2patch/kernels/reference.py", "options if options.scale == scale else replace(options, scale=scale))",
+        "options if options.scale == scale else replace(options, scale=scale)) * 2"),
     "a method of all that is gone": (
         "fa2patch/upstream/packed_mask.py", "    def attend(", "    def attend_("),
     "a function of mixers: how outputs are joined": (

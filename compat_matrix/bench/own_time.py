@@ -31,8 +31,9 @@ COMMAND = "python -m compat_matrix.bench.own_time"
 VERSIONS = (environments.newest().name, "5.22.2", "4.43.4")
 LAYERS, MORE_MODULES, REPEATS = 80, 2000, 150
 BASE, WAYS = "by hand", ("position_ids only", "the collator's lengths")
-CAPTURED = 4
-"""The layers of the model whose first capture is timed."""
+CAPTURED, CAPTURED_TOO = 4, 32
+"""The layers of the models whose first capture is timed. Torch disassembles each function that it meets once, so that
+the share of the patch falls with the number of layers."""
 
 Rows = dict[str, float]
 Runs = dict[str, Callable[[], Any]]
@@ -113,6 +114,7 @@ def measured() -> Rows:
         few, many, larger = (forwards(layers, more) for layers, more in ((2, 0), (6, 0), (2, MORE_MODULES)))
         found |= calls_of_forwards(few, many, larger)
         found |= _microseconds_of_forwards(few, many)
+        found |= _microseconds_of_seam()
     return {**found, **_of_capture()}
 
 
@@ -190,6 +192,72 @@ def _microseconds_of_forwards(few: Runs, many: Runs) -> Rows:
         found[f"a layer, {way}: µs"] = (long - short) / 4
         found[f"a forward beyond its layers, {way}: µs"] = short - (long - short) / 2
     return found
+
+
+def _microseconds_of_seam() -> Rows:
+    """What a layer's attention function takes beyond the changes of shape that every varlen kernel needs.
+
+    The kernel returns the queries, and the call is repeated alone, so that its code is in the processor's caches. In a
+    forward it is not, and the same code takes several times as long.
+    """
+    import torch
+    from transformers.models.llama import modeling_llama
+
+    if not hasattr(modeling_llama, "ALL_ATTENTION_FUNCTIONS"):  # before 4.48
+        return {}
+    found = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        with _calls_of_seam(dtype) as (ours, shapes):
+            found[f"a layer's seam alone, {str(dtype)[6:]}: µs"] = _repeated(ours) - _repeated(shapes)
+    return found
+
+
+@contextlib.contextmanager
+def _calls_of_seam(dtype: Any) -> Iterator[tuple[Callable[[], Any], Callable[[], Any]]]:
+    """Calls of a patched layer's attention function, and of the changes of shape alone."""
+    import torch
+    from transformers.models.llama import modeling_llama
+
+    import fa2patch
+    from fa2patch.kernels.reference import Reference
+
+    from .workloads import packed, small_llama
+
+    model = small_llama(2, 64).eval().to(dtype)
+    fa2patch.apply(model, kernel="reference")
+    layer, masks, heads = model.model.layers[0].self_attn, [], 2
+    hook = layer.register_forward_pre_hook(
+        lambda _, args, given: masks.append(given["attention_mask"]), with_kwargs=True
+    )
+    batch = packed([list(range(3, 12)), list(range(3, 10))])
+    model(**batch)
+    hook.remove()
+    q, k, v = (torch.randn(1, heads, 16, 32, dtype=dtype) for _ in range(3))
+    attention = modeling_llama.ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+    def ours() -> Any:
+        masks[-1].calls.clear()
+        return attention(layer, q, k, v, masks[-1], dropout=0.0, scaling=layer.scaling)
+
+    def shapes() -> Any:
+        masks[-1].calls.clear()
+        a, b, c = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        return a.flatten(0, 1), b.flatten(0, 1), c.flatten(0, 1), q.view(1, 16, heads, 32)
+
+    with mock.patch.object(Reference, "__call__", lambda self, q, k, v, boundaries, options: q):
+        yield ours, shapes
+
+
+def _repeated(run: Callable[[], Any], times: int = 2000) -> float:
+    """The least of seven means over so many calls, in µs of processor time."""
+    taken = []
+    with _without_collection():
+        for _ in range(7):
+            started = time.process_time()
+            for _ in range(times):
+                run()
+            taken.append((time.process_time() - started) / times)
+    return 1e6 * min(taken)
 
 
 def forwards(layers: int, more_modules: int = 0) -> Runs:
@@ -288,14 +356,14 @@ def _of_capture() -> Rows:
         graphs.append(module)
         return module.forward
 
-    def captured(patched: bool) -> tuple[float, int]:
+    def captured(patched: bool, layers: int = CAPTURED) -> tuple[float, int]:
         torch._dynamo.reset()
         graphs.clear()
-        model = small_llama(CAPTURED, 64).bfloat16()
+        model = small_llama(layers, 64).bfloat16()
         if patched:
             fa2patch.apply(model)
         run, taken = torch.compile(model, backend=backend), []
-        for lengths in ((9, 7, 4), (8, 6, 5), (5, 5, 5, 5), (21,)):
+        for lengths in ((9, 7, 4), (8, 6, 5), (5, 5, 5, 5), (21,)) if layers == CAPTURED else ((9, 7, 4),):
             batch = packed([list(range(3, 3 + length)) for length in lengths])
             started = time.process_time()
             run(**batch)
@@ -306,10 +374,14 @@ def _of_capture() -> Rows:
         return {}
     captured(True), captured(False)
     pairs = [(captured(True), captured(False)) for _ in range(3)]
+    larger = [(captured(True, CAPTURED_TOO), captured(False, CAPTURED_TOO)) for _ in range(3)]
     return {
         "first capture, traced instructions": steps_of_capture(True),
         "first capture, traced instructions, upstream": steps_of_capture(False),
         "first capture, to upstream's": statistics.median(ours[0] / theirs[0] for ours, theirs in pairs),
+        f"first capture, {CAPTURED_TOO} layers, to upstream's": statistics.median(
+            ours[0] / theirs[0] for ours, theirs in larger
+        ),
         "graphs of four batches": pairs[0][0][1],
         "graphs of four batches, upstream": pairs[0][1][1],
     }

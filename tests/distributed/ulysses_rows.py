@@ -61,10 +61,12 @@ def register(model: Any, processes: int, rows: int = 1) -> Any:
 
 def _look_alike(implementation: str) -> None:
     """Register a function that is told from a user's own by the file that defines it, which lies in DeepSpeed."""
-    package = ModuleType("deepspeed")
-    package.__file__ = "/packages/deepspeed/__init__.py"
-    sys.modules.setdefault("deepspeed", package)
-    home = Path(package.__file__).parent / "runtime" / "sequence_parallel" / "ulysses_sp.py"
+    packages = Path("/packages")
+    for name in ("deepspeed", "deepspeed.runtime", "deepspeed.runtime.sequence_parallel"):  # what its import leaves
+        package = sys.modules.setdefault(name, ModuleType(name))
+        folder = packages / name.replace(".", "/")
+        package.__file__, package.__path__ = str(folder / "__init__.py"), [str(folder)]
+    home = folder / "ulysses_sp.py"
     defined: dict[str, Any] = {"__name__": "deepspeed.runtime.sequence_parallel.ulysses_sp"}
     held = type("UlyssesSPAttentionHF", (), {"process_group": dist.group.WORLD, "disable_in_eval": False})()
     exec(compile(_WRAPPER, str(home), "exec"), defined)

@@ -2,7 +2,8 @@
 
 A loss may be a sum that is divided by a number of the whole step, a mean over documents, or a mean over tokens that
 some column selects. What it is stands in no attribute that all trainers have, so it is tried: the loss of three units
-together and of each alone tell the means apart, and a loss that is no such sum is refused.
+together and of each alone tell the means apart, and a loss that is no such sum is refused. Where the losses are equal,
+as those of DPO are while the model is its reference, their derivatives tell.
 """
 
 from __future__ import annotations
@@ -41,6 +42,9 @@ _UNDECIDED = (
 
 Loss = Callable[[Any], torch.Tensor]
 """A loss function of a batch."""
+
+Measure = Callable[[Any], float]
+"""What is compared: a batch's loss, or a derivative of it."""
 
 
 class Share(NamedTuple):
@@ -121,10 +125,15 @@ class LossShares:
 
     def _of_group(self, loss: Loss, model: Any, batch: Any, group: int, computed: list[int]) -> Sums:
         """The first attempt that tells, or the last one. All ranks make the same attempts."""
+        of_model = self._dtype(model), computed
         for attempt in range(_ATTEMPTS):
-            found = _of_all_ranks(tried(loss, batch, group, self._dtype(model), computed, attempt, self._shapes))
+            found = _of_all_ranks(tried(_value(loss), batch, group, *of_model, attempt, self._shapes))
             if self._fitting or found.decided or not found.fitting:
                 break
+            slopes = _of_all_ranks(tried(_slope(loss, model), batch, group, *of_model, attempt, self._shapes))
+            both = [share for share in found.fitting if share in (slopes.fitting or ())]
+            if both and slopes.decided:  # else the derivative is none, or nothing of it was seen
+                return found._replace(fitting=both, decided=True)
         return found
 
     def _dtype(self, model: torch.nn.Module) -> torch.dtype:
@@ -159,8 +168,56 @@ class Sums(NamedTuple):
     said: str
 
 
+def _value(loss: Loss) -> Measure:
+    return lambda batch: float(loss(batch))
+
+
+def _slope(loss: Loss, model: torch.nn.Module) -> Measure:
+    """The derivative of a batch's loss by a factor of all that the model returns.
+
+    The model itself computes without gradients, so that engines which follow its parameters notice nothing. A model
+    that a trainer calls without gradients, as a reference, keeps what it returns.
+    """
+
+    def measure(batch: Any) -> float:
+        factor, wanted = torch.ones((), requires_grad=True), list[bool]()
+
+        def before(*unused: Any) -> None:
+            wanted.append(torch.is_grad_enabled())
+            torch.set_grad_enabled(False)
+
+        def after(module: Any, args: Any, output: Any) -> Any:
+            torch.set_grad_enabled(wanted.pop())
+            return _times(output, factor) if torch.is_grad_enabled() else output
+
+        hooks = [model.register_forward_pre_hook(before), model.register_forward_hook(after)]
+        try:
+            with torch.enable_grad():
+                return float(torch.autograd.grad(loss(batch), factor)[0])
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    return measure
+
+
+def _times(output: Any, factor: torch.Tensor) -> Any:
+    """What a model returns, with all of its floating-point tensors times a factor."""
+    if isinstance(output, torch.Tensor):
+        return (
+            output.to(torch.promote_types(output.dtype, factor.dtype)) * factor
+            if output.is_floating_point()
+            else output
+        )
+    if isinstance(output, Mapping):  # ModelOutput takes its fields by name
+        return type(output)(**{name: _times(value, factor) for name, value in output.items()})
+    if type(output) in (tuple, list):
+        return type(output)([_times(value, factor) for value in output])
+    return output
+
+
 def tried(
-    loss: Loss,
+    measure: Measure,
     batch: Any,
     group: int,
     dtype: torch.dtype,
@@ -171,7 +228,7 @@ def tried(
     """Try the loss of some of a batch's units, together and alone.
 
     Args:
-        loss: The loss of a batch, without gradients. Ranks that compute together make the same calls of it.
+        measure: The loss of a batch, or its derivative. Ranks that compute together make the same calls of it.
         batch: A packed or padded batch.
         group: As in :class:`Share`.
         dtype: The dtype that the model computes in, whose rounding the losses have.
@@ -188,9 +245,9 @@ def tried(
     parts = [units.take(np.array([unit])) for unit in chosen]
     try:
         # a unit is chosen several times if there are few: ranks that compute together make the same number of calls
-        alone = np.array([float(loss(part)) for part in parts])[once]
+        alone = np.array([measure(part) for part in parts])[once]
         computed.clear()
-        together = float(loss(units.take(union)))
+        together = measure(units.take(union))
     except Exception as error:  # whatever a loss raises that needs rows which are not there
         return Sums([], False, 1.0, f"one of them raises {type(error).__name__}: {error}")
     more = max(computed, default=0) / max(shapes.length(int(units.tokens[union].sum())), 1)

@@ -91,7 +91,7 @@ class TokenBudget:
             return found
 
         passes = self._cut(loss, model, inputs)
-        self._count(inputs, passes)
+        self._count(passes)
         self._rest = self._losses(loss, model, inputs, passes)
         self._first = next(self._rest)
         return self._first
@@ -114,11 +114,10 @@ class TokenBudget:
         self.costs: list[list[float]] = []
         self._since = time.perf_counter()
 
-    def _count(self, inputs: Mapping[str, Any], passes: Passes) -> None:
-        rows = [value for value in inputs.values() if isinstance(value, torch.Tensor) and value.dim() == 2]
+    def _count(self, passes: Passes) -> None:
         self.batches, self.passes = self.batches + 1, self.passes + len(passes)
         self.tokens, self.lengths = self.tokens + int(passes.tokens.sum()), self.lengths + int(passes.lengths.sum())
-        self.padded_tokens += max((value.numel() for value in rows), default=0)
+        self.padded_tokens += passes.padded_tokens
 
     # --- cutting -----------------------------------------------------------------------------------------------------
 

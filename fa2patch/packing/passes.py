@@ -40,6 +40,7 @@ class Units:
         padded: Whether a pass is as wide as its longest unit, so that units of near lengths share a pass.
         shapes: The shapes of what ``take`` returns.
         most: The most units of a pass; None for any number.
+        padded_tokens: The tokens of the batch with its padding.
     """
 
     tokens: Ints
@@ -48,6 +49,7 @@ class Units:
     padded: bool = False
     shapes: StillShapes = PLAIN
     most: int | None = None
+    padded_tokens: int = 0
 
 
 class Passes(Sequence[Any]):
@@ -58,12 +60,13 @@ class Passes(Sequence[Any]):
             ascending order.
         tokens: The tokens of each pass, int64 ``[passes]``.
         lengths: The tokens of each pass with the padding of ``pad_to_multiple_of``, int64 ``[passes]``.
+        padded_tokens: The tokens of the batch with its padding; of a list of examples, those of the examples.
         shares: The part of the batch's learned tokens that each pass holds, float64 ``[passes]``, with the sum 1. The
             mean loss of the batch is the sum of the passes' mean losses times their shares.
     """
 
     def __init__(self, of: Units, rows: Sequence[Ints]) -> None:
-        self._of, self.units = of, list(rows)
+        self._of, self.units, self.padded_tokens = of, list(rows), of.padded_tokens
         self.tokens = np.array([of.tokens[row].sum() for row in rows], np.int64)
         self.lengths = np.array([of.shapes.length(tokens) for tokens in self.tokens.tolist()], np.int64)
 
@@ -269,7 +272,7 @@ def _of_examples(batch: Any, shapes: StillShapes) -> Units:
     def take(chosen: Ints) -> Any:
         return [examples[unit] for unit in chosen.tolist()]
 
-    return Units(tokens, np.array(learned, np.int64), take, most=shapes.max_documents)
+    return Units(tokens, np.array(learned, np.int64), take, most=shapes.max_documents, padded_tokens=int(tokens.sum()))
 
 
 def _documents(batch: Mapping[str, Any], ids: torch.Tensor) -> list[int] | None:
@@ -320,7 +323,7 @@ def _of_row(batch: Mapping[str, Any], ids: torch.Tensor, lengths: list[int], sha
     def take(chosen: Ints) -> Any:
         return _row(batch, places, starts, ends, kept[chosen], shapes)
 
-    return Units(sizes[kept], learned, take, shapes=shapes, most=shapes.max_documents)
+    return Units(sizes[kept], learned, take, shapes=shapes, most=shapes.max_documents, padded_tokens=ids.shape[1])
 
 
 _OF_DOCUMENTS = -1
@@ -415,7 +418,8 @@ def _of_rows(batch: Mapping[str, Any], group: int) -> Units:
             f"found {shapes}, whose part of a pass is not known. Leave them out, or cut the list of examples into "
             "passes and collate each."
         )
-    tokens = _tokens(tensors, rows).reshape(group, -1).sum(0)
+    tokens, padded_tokens = _tokens(tensors, rows)
+    tokens = tokens.reshape(group, -1).sum(0)
     labels = tensors.get("labels")
     learned = None
     if labels is not None and labels.dim() == 2 and labels.shape == tensors.get("input_ids", labels).shape:
@@ -426,7 +430,7 @@ def _of_rows(batch: Mapping[str, Any], group: int) -> Units:
         at = torch.cat([units + part * len(tokens) for part in range(group)])
         return _without_padding({name: _rows(value, rows, at, units) for name, value in batch.items()}, len(at))
 
-    return Units(tokens, learned, take, padded=True)
+    return Units(tokens, learned, take, padded=True, padded_tokens=padded_tokens)
 
 
 def _rows(value: Any, rows: int, at: torch.Tensor, units: torch.Tensor) -> Any:
@@ -465,23 +469,26 @@ def _hidden(values: Sequence[torch.Tensor]) -> torch.Tensor | None:
     return None if any(len(each) and bool((each != each[0]).any()) for each in held) else hidden
 
 
-def _tokens(tensors: Mapping[str, torch.Tensor], rows: int) -> Ints:
-    """The tokens of each row without padding, int64 ``[rows]``; rather too many than too few.
+def _tokens(tensors: Mapping[str, torch.Tensor], rows: int) -> tuple[Ints, int]:
+    """The tokens of each row without padding, int64 ``[rows]``, rather too many than too few, and of all with padding.
 
     Tensors of one width belong together. If they hold ids of one text, what any of their masks shows counts. If they
     hold ids of several, as prompts and completions of one width, each mask counts.
     """
-    found = np.zeros(rows, np.int64)
+    found, padded_tokens = np.zeros(rows, np.int64), 0
     for width, values in _widths(tensors, rows).items():
         ids = [value for value in values if not is_mask(value) and bool((value >= 0).all())]
-        hidden = _hidden(values)
+        hidden, texts = _hidden(values), 1
         if hidden is None:
             found += width
         elif all(torch.equal(one, ids[0]) for one in ids):
             found += (~hidden).sum(1).cpu().numpy()
         else:
-            found += sum((value != 0).sum(1).cpu().numpy() for value in values if is_mask(value))
-    return np.maximum(found, 1)
+            masks = [value for value in values if is_mask(value)]
+            found += sum((value != 0).sum(1).cpu().numpy() for value in masks)
+            texts = len(masks)
+        padded_tokens += rows * width * texts
+    return np.maximum(found, 1), padded_tokens
 
 
 def _without_padding(batch: dict[str, Any], rows: int) -> dict[str, Any]:

@@ -365,6 +365,35 @@ def test_pairs_stay_together(reference: Any) -> None:
     assert found.token_budget.shares.share == Share(2, "units")
 
 
+@pytest.mark.parametrize("half", [False, True])
+def test_losses_that_are_equal_at_first(half: bool, recwarn: pytest.WarningsRecorder) -> None:
+    """While DPO's model is its reference, every pair has one loss; what it is a mean of is known all the same."""
+
+    class Preferences(Trainer):
+        reference: Any = None
+
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **others: Any) -> Any:
+            def chosen_before_rejected(one: Any) -> torch.Tensor:
+                logits = one(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits.float()
+                labels = inputs["labels"][:, 1:]
+                taken = logits[:, :-1].log_softmax(-1).gather(2, labels.clamp(0)[..., None])[..., 0]
+                chosen, rejected = (taken * (labels != -100)).sum(1).chunk(2)
+                return chosen - rejected
+
+            self.reference = self.reference or tiny_llama().to(next(model.parameters()).dtype).eval()
+            with torch.no_grad():
+                before = chosen_before_rejected(self.reference)
+            return -torch.nn.functional.logsigmoid(0.1 * (chosen_before_rejected(model) - before)).mean()
+
+    options = {"bf16": True} if half else {}
+    found = trained(fa2patch.packed_trainer(Preferences, max_tokens=120), **options)
+    assert not [each for each in recwarn if each.category is StaysPadded]
+    assert found.token_budget.shares.share == Share(2, "units")
+    assert found.state.log_history[0]["passes_per_batch"] > 1
+    if not half:
+        assert_same_steps(found, trained(Preferences))
+
+
 def test_a_document_longer_than_the_budget() -> None:
     with pytest.raises(PackingError, match="longer than max_tokens=30"):
         trained(fa2patch.packed_trainer(Trainer, max_tokens=30))

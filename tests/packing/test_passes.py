@@ -171,3 +171,22 @@ def test_shares_need_labels() -> None:
     del batch["labels"]
     with pytest.raises(fa2patch.packing.PackingError, match="expected labels with one number for each token"):
         _ = passes(batch, 64).shares
+
+
+@pytest.mark.parametrize("width", [4, 3])
+def test_prompts_and_completions_count_with_their_padding(width: int) -> None:
+    """GRPO's batches hold them apart, in tensors of their own widths, or by chance of one."""
+    batch = {
+        "prompt_ids": torch.tensor([[0, 0, 5, 6], [7, 8, 9, 5]])[:, 4 - width :],
+        "prompt_mask": torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])[:, 4 - width :],
+        "completion_ids": torch.tensor([[3, 4, 5, 6], [4, 0, 0, 0]]),
+        "completion_mask": torch.tensor([[1, 1, 1, 1], [1, 0, 0, 0]]),
+    }
+    cut = passes(batch, 16)
+    assert cut.padded_tokens == 2 * (width + 4) and cut.tokens.sum() == 2 + width + 5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_tokens_of_a_batch_with_its_padding(kind: str) -> None:
+    cut = passes(KINDS[kind](LENGTHS), 200)
+    assert cut.padded_tokens == (len(LENGTHS) * max(LENGTHS) if kind == "padded" else sum(LENGTHS))

@@ -84,13 +84,13 @@ def resolve(given: str, pretrained: bool = False, hint: str = "MODEL", known: It
     """
     path = Path(given).expanduser()
     weights = any(any(path.glob(pattern)) for pattern in _WEIGHTS)
-    if not pretrained and (path.is_file() or (path / "config.json").is_file()):
+    if path.is_file() or (path / "config.json").is_file():
         kind = "config" if path.is_file() else "weights" if weights else "folder"
         return ModelArgument(given, kind, str(path), _model_type(path, hint))
-    if not pretrained and weights:
+    if weights:
         return ModelArgument(given, "weights", str(path))
     folder = path.is_dir() and "/" in given  # Transformers, too, takes it before a name on the hub
-    if not pretrained and (folder or given.endswith(".json") or re.match(r"[./~]|.*/.*/|.*\\", given)):
+    if folder or given.endswith(".json") or re.match(r"[./~]|.*/.*/|.*\\", given):
         _model_type(path, hint)  # raises the error about what is missing there
     if pretrained or "/" in given:
         return ModelArgument(given, "hub", given, local_only=must_stay_local(given, hint))

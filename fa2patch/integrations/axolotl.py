@@ -11,7 +11,7 @@ from typing import Any
 from axolotl.integrations.base import BasePlugin
 
 from ..data.collators import DataCollatorWithFlattening
-from . import patched
+from . import patched, said_after_a_step
 
 OWN_BATCHES = ("reward_model", "process_reward_model", "rl", "pretraining_dataset", "processor_type", "kd_trainer")
 """Options under which axolotl makes other batches than token ids and labels, or has others that read them."""
@@ -52,8 +52,9 @@ class Plugin(BasePlugin):  # type: ignore[misc]
         """Tell the collator whether Trainer counts the first label of a row, which no token predicts.
 
         Trainer divides the loss by the number of labels. Up to 5.9 it counts all of them, so first labels are kept
-        there, as in padded batches. A patched model does not learn them.
+        there, as in padded batches. A patched model does not learn them. The trainer says what its first step was.
         """
+        said_after_a_step(trainer)
         if isinstance(trainer.data_collator, MultipackCollator):
             shifts = getattr(trainer, "_loss_shifts_labels", False)
             trainer.data_collator.flatten.separator_id = -100 if shifts else None

@@ -73,12 +73,13 @@ def _patching(original: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(original)
     def __init__(self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
-        from fa2patch.integrations import patched
+        from fa2patch.integrations import patched, said_after_a_step
 
         for each in (model, getattr(self, "ref_model", None)):
             if each is not None:
                 patched(each)
         original(self, model, *args, **kwargs)
+        said_after_a_step(self)
 
     return __init__
 

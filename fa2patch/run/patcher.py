@@ -130,7 +130,7 @@ class Patcher:
         self._patched = True
         seams = " and ".join(sorted({layer.seam for layer in patch.attention}))
         packs = of_model(models(patch.model)[-1]) is not None
-        padding = " Its padded batches are computed packed." if packs else ""
+        padding = " Padded batches are computed packed, too." if packs else ""
         self._say_unless_quiet(
             f"{name} patched: {len(patch.attention)} attention layers, {seams} seam, kernel {patch.kernel}.{padding}"
         )

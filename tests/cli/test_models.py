@@ -1,5 +1,6 @@
 """What a MODEL argument means: one answer for every command."""
 
+import click
 import pytest
 import transformers
 
@@ -52,7 +53,13 @@ def test_files_and_folders(folder):
     (folder / "training_args.bin").write_text("")
     assert models.resolve(str(folder)).kind == "folder"
     (folder / "model.safetensors").write_text("")
-    assert models.resolve(str(folder)).kind == "weights"
+    assert models.resolve(str(folder)).kind == models.resolve(str(folder), pretrained=True).kind == "weights"
+
+
+def test_a_path_that_is_not_there_is_no_name_on_the_hub(tmp_path):
+    """Also with ``--pretrained``, which says that a name without a slash is of the hub."""
+    with pytest.raises(click.BadParameter, match="found nothing"):
+        models.resolve(str(tmp_path / "none"), pretrained=True)
 
 
 def test_a_name_with_a_slash_is_of_the_hub(monkeypatch):

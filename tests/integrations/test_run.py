@@ -80,4 +80,4 @@ def test_an_unchanged_sentence_transformers_script_gets_the_same_numbers_with_fe
     assert found["scores"] == pytest.approx(expected["scores"], rel=1e-4)
     assert all(ours < 0.9 * theirs for ours, theirs in zip(found["tokens"], expected["tokens"]))
     assert [line.split()[1] for line in said] == ["BertForMaskedLM", "SentenceTransformer", "CrossEncoder"]
-    assert all(line.endswith("Its padded batches are computed packed.") for line in said[1:])  # it saves the first one
+    assert all(line.endswith("Padded batches are computed packed, too.") for line in said[1:])  # it saves the first one

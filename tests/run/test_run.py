@@ -534,7 +534,7 @@ def test_an_object_that_makes_its_models_batches_is_patched_as_a_whole(holders, 
     hooked()
     held = type("Special", (Holder,), {})(folder)
     (line,) = lines()
-    assert "Special patched: 2 attention layers" in line and line.endswith("Its padded batches are computed packed.")
+    assert "Special patched: 2 attention layers" in line and line.endswith("Padded batches are computed packed, too.")
     assert tokens_of(held.model) == 6
     hooked.off()
     assert vars(Holder)["__init__"] is before and tokens_of(held.model) == 8

@@ -266,9 +266,12 @@ def bench_embeddings(rows: list[Any], turns: Any, quick: bool, name: str, traini
     rivals = [BertModel(BertConfig(vocab_size=512, num_hidden_layers=4, **sizes)).train(training) for _ in range(2)]
     fa2patch.apply(rivals[1], padded_batches=True)
 
+    def pooled(states: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return (states * mask[..., None]).sum() / mask.sum()  # as sentence-transformers, without padding
+
     def run(model: Any) -> None:
         with torch.set_grad_enabled(training):
-            outputs = [model(**batch).last_hidden_state.mean() for batch in batches]
+            outputs = [pooled(model(**batch).last_hidden_state, batch["attention_mask"]) for batch in batches]
         if training:
             sum(outputs).backward()
 

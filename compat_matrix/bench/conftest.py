@@ -11,7 +11,7 @@ import os
 import statistics
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Callable
 
@@ -41,6 +41,7 @@ class Taken(dict):  # type: ignore[type-arg]
 
 
 FOUND = pytest.StashKey["dict[str, tuple[str, Rows]]"]()
+FAILED = pytest.StashKey["set[str]"]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -56,13 +57,29 @@ def pytest_configure(config: pytest.Config) -> None:
     """Use one thread and no network."""
     os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error")
     torch.set_num_threads(1)
-    config.stash[FOUND] = {}
+    config.stash[FOUND], config.stash[FAILED] = {}, set()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[Any]:
+    """Note which parts have a bench that did not pass: an hour of the others is not lost."""
+    report = yield
+    if not report.passed:
+        item.config.stash[FAILED].add(_part(item))
+    return report
+
+
+def _part(item: Any) -> str:
+    return str(item.function.__name__)[len("bench_") :]
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """Write a result file for each part, if all benches passed. A bench's docstring says what it is, and its notes."""
+    """Write a result file for each part of which all benches passed. A docstring holds what it is, and its notes."""
     out, quick = (session.config.getoption(name) for name in ("--out", "--quick"))
-    for part, (text, rows) in session.config.stash[FOUND].items() if out and not exitstatus else ():
+    ended = exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
+    passed = session.config.stash[FOUND].keys() - session.config.stash[FAILED]
+    for part in sorted(passed) if out and ended else ():
+        text, rows = session.config.stash[FOUND][part]
         what, _, notes = inspect.cleandoc(text).partition("\n\n")
         command = f"python -m compat_matrix.bench --parts {part}{' --quick' if quick else ''}"
         on = {"on": rows.on} if rows.on else {}
@@ -86,8 +103,7 @@ def folder(request: pytest.FixtureRequest) -> Path:
 @pytest.fixture
 def rows(request: pytest.FixtureRequest) -> Rows:
     """The rows of this bench's part, to which each of its parameters adds some."""
-    part = request.function.__name__[len("bench_") :]
-    return request.config.stash[FOUND].setdefault(part, (request.function.__doc__, Rows()))[1]
+    return request.config.stash[FOUND].setdefault(_part(request.node), (request.function.__doc__, Rows()))[1]
 
 
 @pytest.fixture

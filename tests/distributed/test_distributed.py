@@ -41,6 +41,13 @@ def test_a_parts_router_loss():
     assert found["ok"], found
 
 
+@pytest.mark.slow
+@needs_fsdp2
+def test_engines_do_not_notice_derivatives():
+    found = launched("slopes")
+    assert found["ok"], found
+
+
 def needs(entry):
     """What an entry of stacks.toml needs."""
     if entry == "raw":

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Any
 
 from ..errors import CannotRun
 
@@ -143,5 +144,11 @@ def start(arguments: Sequence[str], options: RunOptions) -> None:
 def say(what: str) -> None:
     """Print a line on stderr, on rank 0 only."""
     rank = os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))
-    if rank in ("0", "") and sys.stderr is not None:
+    bars: Any = getattr(sys.modules.get("tqdm.std"), "tqdm", None)
+    if rank not in ("0", "") or sys.stderr is None:
+        return
+    if bars is None:
         print(f"fa2patch: {what}", file=sys.stderr, flush=True)
+    else:  # else the line goes on where a progress bar ends
+        bars.write(f"fa2patch: {what}", file=sys.stderr)
+        sys.stderr.flush()

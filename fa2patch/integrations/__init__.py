@@ -47,6 +47,6 @@ def _say_what_computed(model: Any) -> None:
     kernels = sorted({layer.kernel for layer in layers if layer.kernel is not None})
     computed = sum(layer.kernel is not None for layer in layers)
     if kernels:
-        say(f"the first step was packed: {' and '.join(kernels)} computed {computed} of {len(layers)} layers.")
+        say(f"the first step was packed. {computed} of {len(layers)} layers were computed with: {'; '.join(kernels)}.")
     elif layers:
         say("in the first step, no layer computed a packed row outside of a compiled graph.")

@@ -41,7 +41,8 @@ def test_packed_training_and_evaluation_have_the_losses_of_padded_ones(stack: st
     assert len(set(padded["eval"])) == len(padded["eval"]) == 2
     assert found["eval"] == pytest.approx(padded["eval"], rel=NEAR)
     assert found["verified"] == {"ok": True, "documents": 4}
-    assert found["said"][1:] == ["fa2patch: the first step was packed: reference computed 2 of 2 layers."]
+    (said,) = found["said"][1:]  # attention of axolotl 0.12.2 is its own, and computed document by document
+    assert said.startswith("fa2patch: the first step was packed. 2 of 2 layers were computed with: ")
 
 
 def test_packed_adapters_have_the_losses_of_padded_ones(stack: str) -> None:

@@ -55,7 +55,7 @@ def test_the_command_trains_as_what_it_starts(stack: str) -> None:
     found, expected = runs(stack)["swift sft"], runs(stack)["padded"]
     assert losses(found) == pytest.approx(losses(expected), rel=NEAR)
     assert found["verified"] == {"ok": True, "documents": 4}
-    assert found["said"][1:] == ["fa2patch: the first step was packed: reference computed 2 of 2 layers."]
+    assert found["said"][1:] == ["fa2patch: the first step was packed. 2 of 2 layers were computed with: reference."]
 
 
 @every_stack

@@ -26,8 +26,6 @@ def said_after_a_step(trainer: Any) -> None:
     from transformers import TrainerCallback
 
     class AfterAStep(TrainerCallback):
-        """Says it once. A callback of a class inside a function is not pickled with the trainer's state."""
-
         said = False
 
         def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:

@@ -1,5 +1,7 @@
 """What every test of a packed row asks: it equals its documents alone, and nothing crosses from one into another."""
 
+import contextlib
+
 import pytest
 import torch
 import transformers
@@ -17,6 +19,16 @@ def built(family, **changes):
         return tiny_models.build(family, "sdpa", **changes)
     except ValueError:
         return tiny_models.build(family, "eager", **changes)
+
+
+@contextlib.contextmanager
+def deterministic():
+    """Torch's deterministic algorithms, within a test."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def logits(model, docs):

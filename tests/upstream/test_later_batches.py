@@ -10,7 +10,7 @@ import weakref
 import pytest
 import torch
 import transformers
-from packed_rows import built
+from packed_rows import built, deterministic
 
 import fa2patch
 from compat_matrix.check.reads import calls
@@ -65,15 +65,6 @@ def adapted(model):
         torch.nn.init.eye_(layer.q_proj[1].weight)
 
 
-@contextlib.contextmanager
-def _deterministic():
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
 CHANGES = {
     "nothing": lambda model: None,
     "weights in half precision": lambda model: model.to(torch.bfloat16),
@@ -93,7 +84,7 @@ CONTEXTS = {
     "no gradients": torch.no_grad,
     "inference": torch.inference_mode,
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
-    "deterministic": _deterministic,
+    "deterministic": deterministic,
 }
 
 

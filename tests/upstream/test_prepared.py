@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from packed_rows import built
+from packed_rows import built, deterministic
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.models.llama import modeling_llama
 
@@ -97,15 +97,6 @@ def with_options(**options):
 
 def within(context):
     return lambda layer: setattr(layer, "context", context)
-
-
-@contextlib.contextmanager
-def deterministic():
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 def of_a_tree(layer):

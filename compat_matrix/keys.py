@@ -1,9 +1,9 @@
 """The key of a cell: hashes of the code that the cell executed. ``python -m compat_matrix.stale`` says what is stale.
 
-An item is a function, by file and qualified name, or a file's module level: its statements with all class bodies, and
-decorators, names and parameters of its functions. Comments, docstrings, annotations of parameters and line numbers do
-not count. A cell depends on each function that it called, and on the module level of each file that it imported. It is
-stale if one of these items is another one now, or if versions.toml asks for another environment.
+A cell depends on each function that it called, on what each file that it imported does beside definitions, and on the
+definitions there whose names these mention, and so on (:mod:`.items`). What none of them mentions may change: another
+field of a class that a cell does not use makes no cell stale, although its file is imported. A cell is stale if
+one of its items is another one now, or if versions.toml asks for another environment.
 
 A key does not hold the tables of tiny configs (:data:`CONFIGS`), because most new architectures add a row there.
 ``python -m compat_matrix.plans`` makes the configs, and so finds the cells whose own config is another one now.
@@ -12,18 +12,14 @@ A key does not hold the tables of tiny configs (:data:`CONFIGS`), because most n
 from __future__ import annotations
 
 import ast
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from hashlib import sha256
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-Items = dict[str, str]
-"""Hashes by item. An item is named ``file::qualified.name``, or ``file::`` for the module level of a file."""
+from . import items
+from .items import File, Items
 
 CONFIGS = ("compat_matrix/tiny_overrides.py", "compat_matrix/tiny_configs.py", "compat_matrix/media_families.py")
-
-_LEFT_OUT = ("ctx", "kind", "returns", "type_comment", "type_params")
-_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 class Sources:
@@ -35,87 +31,55 @@ class Sources:
 
     def __init__(self, home: Path) -> None:
         self.home = home
-        self._items: dict[str, Items] = {}
-        self._names: dict[str, dict[tuple[str, int], str]] = {}
+        self._files: dict[str, File] = {}
+        self._again: dict[Any, Items] = {}  # many cells executed the same
 
     def key(self, executed: Mapping[str, Any], without: Collection[str] = CONFIGS) -> Items:
         """Return the items of what ``check.executed`` says of a process, but not the module level of some files."""
-        found = {}
-        for file in executed["files"]:
-            if file not in without:
-                found[f"{file}::"] = self.hash(f"{file}::")
-        for file, name, line in executed["functions"]:
-            self._read(file)
-            qualified = self._names[file].get((name, line))
-            if qualified is not None:  # else a lambda or a comprehension, which is part of what it is written in
-                found[f"{file}::{qualified}"] = self.hash(f"{file}::{qualified}")
-        return found
+        named = [(file, self.file(file).lines.get((name, line))) for file, name, line in executed["functions"]]
+        # what has no name is a lambda or a comprehension, which is part of what it is written in
+        functions = [(file, name) for file, name in named if name is not None]
+        return self.depended([file for file in executed["files"] if file not in without], functions)
 
-    def hash(self, item: str) -> str:
-        """Return the hash of an item; empty if there is no such item."""
-        file, _, name = item.partition("::")
-        self._read(file)
-        return self._items[file].get(name, "")
+    def depended(self, files: Collection[str], functions: Collection[tuple[str, str]]) -> Items:
+        """Return the items that files that were imported and functions that were called depend on."""
+        held = {file: self.file(file) for file in {*files, *(file for file, _ in functions)}}
+        found = {(file, "") for file in files}
+        for file, name in functions:
+            found.add((file, name))
+            inside = name.partition(".")[0]
+            if file in files and inside in held[file].defined:
+                found.add((file, f"@{inside}"))
+        new, words = found, set[str]()
+        while new:
+            more = set[str]().union(*(held[file].mentions.get(name, ()) for file, name in new)) - words
+            words |= more
+            new = {(file, f"@{word}") for file in files for word in held[file].defined & more} - found
+            found = found | new
+        return {f"{file}::{name}": held[file].items.get(name, "") for file, name in found}
+
+    def again(self, key: Mapping[str, str]) -> Items:
+        """Return the key that the same files and functions have in these sources."""
+        executed = [tuple(item.split("::")) for item in key if "::@" not in item]
+        files = frozenset(file for file, name in executed if not name)
+        functions = frozenset((file, name) for file, name in executed if name)
+        if (files, functions) not in self._again:
+            self._again[files, functions] = self.depended(files, functions)
+        return self._again[files, functions]
 
     def changed(self, key: Mapping[str, str]) -> list[str]:
-        """Return the items of a key that are others now."""
-        return [item for item, known in key.items() if self.hash(item) != known]
+        """Return the items of a key that are others now, and those that it has now only."""
+        now = self.again(key)
+        return [] if now == key else [each for each in sorted({*key, *now}) if key.get(each) != now.get(each)]
 
-    def _read(self, file: str) -> None:
-        if file not in self._items:
-            path = self.home / file
+    def file(self, name: str) -> File:
+        """Return what a file holds, which is nothing if there is no such file."""
+        if name not in self._files:
+            path = self.home / name
             # Python imports a folder of this name instead of the file
             hidden = (path.with_suffix("") / "__init__.py").exists() or not path.exists()
-            tree = ast.parse("" if hidden else path.read_text(encoding="utf-8"))
-            self._items[file], self._names[file] = {} if hidden else items(tree), names(tree)
-
-
-def items(tree: ast.Module) -> Items:
-    """Return the hash of each function by its qualified name, and that of the module level under an empty name."""
-    told: dict[str, list[str]] = {"": [_told(tree.body)]}
-    for name, function in _functions(tree):
-        told.setdefault(name, []).append(_told([function.args, function.body]))  # a property has several of a name
-    return {name: sha256("\n".join(parts).encode()).hexdigest()[:8] for name, parts in told.items()}
-
-
-def names(tree: ast.Module) -> dict[tuple[str, int], str]:
-    """Return the qualified name of each function by its name and the first line of its code object."""
-    return {
-        (function.name, min([function.lineno, *(decorator.lineno for decorator in function.decorator_list)])): name
-        for name, function in _functions(tree)
-    }
-
-
-def _functions(node: ast.AST, inside: str = "") -> Iterator[tuple[str, Any]]:
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, _FUNCTIONS):
-            yield inside + child.name, child
-            yield from _functions(child, f"{inside}{child.name}.<locals>.")
-        else:
-            yield from _functions(child, f"{inside}{child.name}." if isinstance(child, ast.ClassDef) else inside)
-
-
-def _told(node: Any) -> str:
-    """A text that two pieces of code share if they do the same, in every Python that parses them.
-
-    Of a function it holds what runs where it is defined: decorators, name, parameters and their defaults.
-    """
-    if isinstance(node, list):
-        return f"[{','.join(_told(each) for each in node if not _is_text(each))}]"
-    if not isinstance(node, ast.AST):
-        return repr(node)
-    fields = {name: getattr(node, name, None) for name in node._fields if name not in _LEFT_OUT}
-    if isinstance(node, _FUNCTIONS):
-        del fields["body"]
-    if isinstance(node, ast.arg):
-        del fields["annotation"]
-    said = (f"{name}={_told(value)}" for name, value in fields.items() if value not in (None, []))
-    return f"{type(node).__name__}({','.join(said)})"
-
-
-def _is_text(node: Any) -> bool:
-    """Whether a statement is only a string, as a docstring is."""
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+            self._files[name] = File() if hidden else items.read(ast.parse(path.read_text(encoding="utf-8")))
+        return self._files[name]
 
 
 def packed(keys: Iterable[Items]) -> tuple[dict[str, dict[str, list[str]]], list[str]]:

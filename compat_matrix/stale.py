@@ -45,7 +45,7 @@ def by_commit(environment: Environment, commit: str) -> dict[str, list[str]]:
     """
     before, after = (_sources(name) for name in (f"{commit}^", commit))
     keyed = {name: cell.made.key for name, cell in environment.cells.items() if cell.made and cell.made.key}
-    changed = {name: [item for item in key if before.hash(item) != after.hash(item)] for name, key in keyed.items()}
+    changed = {name: after.changed(before.again(key)) for name, key in keyed.items()}
     return {name: items for name, items in changed.items() if items}
 
 
@@ -58,7 +58,7 @@ def _sources(commit: str) -> Sources:
             commits.export(commit, package, home)
         found = Sources(home)
         for file in home.rglob("*.py"):
-            found.hash(f"{file.relative_to(home).as_posix()}::")
+            found.file(file.relative_to(home).as_posix())
     return found
 
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from compat_matrix import commits, environments, keys, stale
+from compat_matrix import commits, environments, items, keys, stale
 
 MODULE = dedent('''
     """A module."""
@@ -18,6 +18,7 @@ MODULE = dedent('''
     import os
 
     LIMIT = 3
+    FOLDER = os.getcwd()
 
 
     class Found:
@@ -28,6 +29,15 @@ MODULE = dedent('''
         @property
         def half(self) -> int:
             return self.size // 2
+
+
+    @keeping
+    def kept():
+        return Found.size
+
+
+    def keeping(function):
+        return function
 
 
     def outer(first: int, second=LIMIT) -> int:
@@ -46,7 +56,7 @@ MODULE = dedent('''
 
 def changed(old, new):
     assert old in MODULE
-    before, after = (keys.items(ast.parse(source)) for source in (MODULE, MODULE.replace(old, new)))
+    before, after = (items.read(ast.parse(source)).items for source in (MODULE, MODULE.replace(old, new)))
     return {name for name in {*before, *after} if before.get(name) != after.get(name)}
 
 
@@ -68,22 +78,25 @@ def test_texts_annotations_and_lines_do_not_count(old, new):
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "items"),
+    ("old", "new", "others"),
     [
-        ("LIMIT = 3", "LIMIT = 4", {""}),
-        ("size: int = 4", "size: int = 5", {""}),
-        ("@property", "@functools.cached_property", {""}),
-        ("second=LIMIT", "second=2", {"", "outer"}),
+        ("LIMIT = 3", "LIMIT = 4", {"@LIMIT"}),
+        ("os.getcwd()", "os.getcwd", {"", "@FOLDER"}),  # what calls something may do more than define
+        ("size: int = 4", "size: int = 5", {"@Found"}),
+        ("@property", "@functools.cached_property", {"@Found"}),
+        ("second=LIMIT", "second=2", {"@outer", "outer"}),
         ("import os", "import os.path", {""}),
+        ("@keeping\n", "@os.keeping\n", {"", "@kept"}),  # a decorator of this project may keep what it decorates
+        ("class Found:", "class Found(metaclass=type):", {"", "@Found"}),
         ("return inner() + second", "return inner() - second", {"outer"}),
         ("return first", "return -first", {"outer.<locals>.inner"}),
         ("self.size // 2", "self.size / 2", {"Found.half"}),
         ("return os.sep", "return os.altsep", {"unused"}),
-        ("def unused", "def len", {"", "unused", "len"}),
+        ("def unused", "def len", {"@unused", "@len", "unused", "len"}),
     ],
 )
-def test_what_is_executed_counts_where_it_is_executed(old, new, items):
-    assert changed(old, new) == items
+def test_what_is_executed_counts_where_it_is_executed(old, new, others):
+    assert changed(old, new) == others
 
 
 PYTHONS = [found for found in map(environments.interpreter, ("3.9", "3.10", "3.12", "3.13")) if "python" in found]
@@ -92,13 +105,13 @@ PYTHONS = [found for found in map(environments.interpreter, ("3.9", "3.10", "3.1
 @pytest.mark.skipif(not PYTHONS, reason="looked for other releases of Python, found none")
 def test_the_same_text_gives_the_same_hashes_in_every_python():
     """Evidence of one Python is compared with sources that another one parses."""
-    source = Path(keys.__file__).read_text().replace("from . import environments\n", "")  # which needs packages
-    script = (
-        f"exec({source!r}, found := {{'__name__': 'keys'}}); import ast; print(found['items'](ast.parse({MODULE!r})))"
-    )
-    for python in PYTHONS:
-        said = subprocess.run([python, "-c", script], capture_output=True, text=True)
-        assert said.stdout.strip() == str(keys.items(ast.parse(MODULE))), (python, said.stderr)
+    read = f"import ast; found = items.read(ast.parse({MODULE!r}))"
+    script = f"{read}; print(found.items, sorted((name, sorted(words)) for name, words in found.mentions.items()))"
+    here = subprocess.run([sys.executable, "-c", f"from compat_matrix import items; {script}"], capture_output=True)
+    for python in PYTHONS:  # the package itself needs packages
+        alone = f"import sys; sys.path.insert(0, {str(Path(items.__file__).parent)!r}); import items; {script}"
+        said = subprocess.run([python, "-c", alone], capture_output=True)
+        assert said.stdout == here.stdout and here.stdout, (python, said.stderr)
 
 
 @pytest.fixture
@@ -108,23 +121,46 @@ def sources(tmp_path):
     return keys.Sources(tmp_path)
 
 
-EXECUTED = {"files": ["fa2patch/module.py"], "functions": [["fa2patch/module.py", "outer", 22]]}
+FILE = "fa2patch/module.py"
 
 
-def test_a_key_holds_the_functions_that_were_called_and_the_files_that_were_imported(sources, tmp_path):
-    line = next(number for number, text in enumerate(MODULE.splitlines(), 1) if text.startswith("def outer"))
-    called = [["fa2patch/module.py", "outer", line], ["fa2patch/module.py", "<lambda>", 3]]
-    key = sources.key({"files": ["fa2patch/module.py"], "functions": called})
-    assert set(key) == {"fa2patch/module.py::", "fa2patch/module.py::outer"}
+def line_of(text):
+    return next(number for number, line in enumerate(MODULE.splitlines(), 1) if line.startswith(text))
+
+
+def test_a_key_holds_what_was_called_and_imported_and_the_definitions_that_it_mentions(sources, tmp_path):
+    called = [[FILE, "outer", line_of("def outer")], [FILE, "<lambda>", 3]]
+    key = sources.key({"files": [FILE], "functions": called})
+    # `kept` stays where it is decorated, and its decorator is called there
+    assert set(key) == {f"{FILE}::{name}" for name in ("", "outer", "@outer", "@LIMIT", "@keeping")}
 
     def now(source):
-        (tmp_path / "fa2patch" / "module.py").write_text(source)
-        return keys.Sources(tmp_path).changed(key)
+        (tmp_path / FILE).write_text(source)
+        return {item.partition("::")[2] for item in keys.Sources(tmp_path).changed(key)}
 
-    assert now(MODULE) == now(MODULE.replace("return os.sep", "return 1")) == now(f"# moved\n\n{MODULE}") == []
-    assert now(MODULE.replace("LIMIT = 3", "LIMIT = 4")) == ["fa2patch/module.py::"]
-    assert now(MODULE.replace("inner() + second", "second")) == ["fa2patch/module.py::outer"]
-    assert set(now(MODULE.replace("def outer", "def other"))) == {"fa2patch/module.py::", "fa2patch/module.py::outer"}
+    assert now(MODULE) == now(MODULE.replace("return os.sep", "return 1")) == now(f"# moved\n\n{MODULE}") == set()
+    assert now(MODULE.replace("size: int = 4", "size: int = 5")) == set(), "nothing that was called mentions it"
+    assert now(MODULE.replace("def unused", "def used")) == now(f"{MODULE}\n\ndef more(): pass") == set()
+    assert now(MODULE.replace("LIMIT = 3", "LIMIT = 4")) == {"@LIMIT"}
+    assert now(MODULE.replace("inner() + second", "second")) == {"outer"}
+    assert {"outer", "@outer"} <= now(MODULE.replace("def outer", "def other"))
+    assert now(f"{MODULE}\n\ninner = 3\n") == {"@inner"}, "a new one whose name is mentioned"
+
+
+def test_a_definition_counts_where_a_word_of_another_file_may_mean_it(tmp_path):
+    (tmp_path / "fa2patch").mkdir()
+    (tmp_path / "fa2patch" / "a.py").write_text(
+        "from . import b as other, c\nfrom .b import Used, Unused\nfrom .b import Renamed as Known\n"
+        "def f(): return Used, other.by_module, getattr(c, 'by_text'), 'no name by_sentence'\n"
+    )
+    (tmp_path / "fa2patch" / "b.py").write_text(
+        "class Base: x = 1\nclass Used(Base): pass\nclass Unused: pass\nclass Renamed: pass\n"
+        "def by_module(): return Unused\nby_text = 1\nby_sentence = 2\n"
+    )
+    files = ["fa2patch/a.py", "fa2patch/b.py"]
+    key = keys.Sources(tmp_path).key({"files": files, "functions": [["fa2patch/a.py", "f", 4]]})
+    names = {item.partition("@")[2] for item in key if "@" in item}
+    assert names == {"f", "Used", "Base", "by_module", "by_text", "Renamed"}
 
 
 def test_a_folder_that_hides_a_file_and_a_file_that_is_gone_are_changes(sources, tmp_path):
@@ -151,10 +187,9 @@ def test_a_commit_makes_stale_what_executes_what_it_changed(sources, tmp_path, m
     (tmp_path / "compat_matrix" / "__init__.py").write_text("")
     git("init")
     committed(MODULE)
-    line = next(number for number, text in enumerate(MODULE.splitlines(), 1) if text.startswith("def outer"))
     keyed = {
-        "calls": sources.key({"files": ["fa2patch/module.py"], "functions": [["fa2patch/module.py", "outer", line]]}),
-        "imports": sources.key({"files": ["fa2patch/module.py"], "functions": []}),
+        "calls": sources.key({"files": [FILE], "functions": [[FILE, "outer", line_of("def outer")]]}),
+        "imports": sources.key({"files": [FILE], "functions": []}),
         "neither": sources.key({"files": [], "functions": []}),
     }
     cells = {name: SimpleNamespace(made=SimpleNamespace(key=key)) for name, key in keyed.items()}
@@ -166,8 +201,11 @@ def test_a_commit_makes_stale_what_executes_what_it_changed(sources, tmp_path, m
 
     committed(MODULE.replace("inner() + second", "second"))
     assert stale_now() == {"calls"}
-    committed(MODULE.replace("inner() + second", "second").replace("LIMIT = 3", "LIMIT = 4"))
+    committed(MODULE.replace("LIMIT = 3", "LIMIT = 4"))
+    assert stale_now() == {"calls"}
+    committed(MODULE.replace("os.getcwd()", "os.getcwd"))
     assert stale_now() == {"calls", "imports"}
+    committed(MODULE.replace("size: int = 4", "size: int = 5"))
     committed(MODULE)
     committed(f"# moved\n\n{MODULE}")
     assert stale_now() == set()
@@ -207,4 +245,4 @@ def test_a_process_records_what_it_calls_what_it_imports_and_what_dynamo_traces(
     said = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True)
     found = keys.Sources(tmp_path).key(json.loads(said.stdout))
     of_some = {item.partition("::")[2] for item in found if item.startswith("fa2patch/some.py")}
-    assert of_some == {"", "called", "inlined", "compiled", "in_a_thread"}
+    assert {name for name in of_some if "@" not in name} == {"", "called", "inlined", "compiled", "in_a_thread"}

@@ -51,6 +51,8 @@ FAULTS = {
     "a class body: a method that is new and hides one": (
         "fa2patch/kernels/reference.py", "    MULTIPLE = 1",
         "    MULTIPLE = 1\n\n    def __call__(self, *given, **named):\n        return given[0]"),
+    "a definition that is new and hides one of Python's": (
+        "fa2patch/documents/find.py", "def _changes(", "def bool(*given):\n    raise KeyError\n\n\ndef _changes("),
     "a decorator that is new": (
         "fa2patch/documents/find.py", "def _changes(", "@__import__('functools').cache\ndef _changes("),
     "a decorator that is gone": (
@@ -67,6 +69,12 @@ HARMLESS = {
     "a docstring": ("fa2patch/cli/doctor.py", '"""', '"""Other: '),
     "a docstring of what is executed": ("fa2patch/documents/find.py", '"""Finds where', '"""Another text'),
     "a function of packing": ("fa2patch/packing/plans.py", "    return ", "    return None or "),
+    "a field of a class that no cell makes": (
+        "fa2patch/packing/passes.py",
+        "    most: int | None = None\n",
+        "    most: int | None = 1\n    more: int = 0\n",
+    ),
+    "a constant that no cell reads": ("fa2patch/packing/passes.py", "\n\n\nclass ", "\n\nLIMIT = 7\n\n\nclass "),
     "a comment": ("fa2patch/upstream/forward.py", "\n\n\n", "\n\n# here\n\n"),
 }
 """Changes after which every cell is fresh."""

@@ -23,7 +23,7 @@ from fa2patch.documents import find, stated, tensors
 from fa2patch.upstream import forward, packed_mask, refusals
 from fa2patch.upstream.find_layers import ModelLayers
 
-CELLS = [("llama", "sdpa"), ("qwen2", "eager"), ("falcon", "sdpa"), ("llama4", "sdpa")]
+CELLS = [("llama", "sdpa"), ("qwen2", "eager"), ("falcon", "sdpa"), ("smollm3", "sdpa")]
 architectures = sys.modules["fa2patch.upstream.architectures"]
 
 
@@ -190,13 +190,13 @@ def test_cells_are_written_one_by_one_and_say_with_which_points_they_were_run(mo
 
 def test_what_is_left_over_is_what_failed_what_is_stale_and_what_is_missing(tmp_path):
     sources = keys.Sources(environments.HERE.parent)
-    item = "fa2patch/errors.py::"
+    fresh = sources.depended(["fa2patch/errors.py"], [])
     cells = {
-        name: {"made": {**MADE, "key": {item: known}}, **patched(), **more}
-        for name, known, more in (
-            ("good", sources.hash(item), {}),
-            ("bad", sources.hash(item), {"error": "KeyError"}),
-            ("stale", "other", {}),
+        name: {"made": {**MADE, "key": key}, **patched(), **more}
+        for name, key, more in (
+            ("good", fresh, {}),
+            ("bad", fresh, {"error": "KeyError"}),
+            ("stale", dict.fromkeys(fresh, "other"), {}),
         )
     }
     cells["without"] = {"made": MADE, **patched()}

@@ -10,8 +10,8 @@ from compat_matrix import commits, environments, keys, provenance, run
 CELL = {"seam": ["interface"], "fa2patch": {"sdpa": GOOD}, "upstream": {}}
 CLEAN = {"commit": MADE["commit"], "dirty": False}
 MEASURED = {"bench mixers": CLEAN, "trl-1.16.0 curve": CLEAN}
-ITEM = "fa2patch/errors.py::"
-FRESH = {**MADE, "key": {ITEM: keys.Sources(environments.HERE.parent).hash(ITEM)}}
+KEY = keys.Sources(environments.HERE.parent).depended(["fa2patch/errors.py"], [])
+FRESH = {**MADE, "key": KEY}
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def test_cells_that_are_not_stale_are_accepted_whatever_commits_made_them(checke
 @pytest.mark.parametrize(
     ("made", "said"),
     [
-        ({**FRESH, "key": {ITEM: "other"}}, "1 of 2 cells of 5.0.0 are stale: llama1."),
+        ({**FRESH, "key": dict.fromkeys(KEY, "other")}, "1 of 2 cells of 5.0.0 are stale: llama1."),
         (MADE, "1 of 2 cells of 5.0.0 are stale: llama1."),
         ({**FRESH, "dirty": True}, "1 cells were made with commit 111111111111 with uncommitted changes."),
         ({**FRESH, "commit": None, "dirty": None}, "1 cells were made with an unknown commit."),

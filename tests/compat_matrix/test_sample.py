@@ -12,8 +12,8 @@ class Changed(keys.Sources):
     def __init__(self, *items):
         self.items = items
 
-    def hash(self, item):
-        return "now" if item in self.items else "then"
+    def changed(self, key):
+        return [item for item in key if item in self.items]
 
 
 def environment(name, **cells):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TypeVar
 
 from packaging.version import Version
@@ -234,8 +235,19 @@ class Results:
 
     @property
     def code(self) -> str:
-        """The code of the newest cell: others are older."""
+        """The code of the newest cell."""
         return max(self.made, key=lambda made: made.when).code if self.made else ""
+
+    @cached_property
+    def _newest(self) -> Mapping[str, str]:
+        """The hash of each item in the newest cell that executed it."""
+        return dict(
+            item for made in sorted(self.made, key=lambda made: made.when) if made.key for item in made.key.items()
+        )
+
+    def is_older(self, made: Made) -> bool:
+        """Whether a cell executed code that newer cells executed in another form; without a key, that is its commit."""
+        return made.code != self.code if made.key is None else not made.key.items() <= self._newest.items()
 
     def score(self, *environments: Environment) -> Score:
         """Count the cells of these environments, over the architectures of all counted environments."""

@@ -19,7 +19,7 @@ from .need import SEEDS
 HERE = {"ok": "✓", "refused": "R", "xfail": "x", "fail": "**FAIL**"}
 ALONE = {"ok": "✓", "plain": "~", "leak": "✗", "error": "!", "unknown": "?"}
 OLDER = "°"
-"""Stands behind a cell that older code made than the newest cell's."""
+"""Stands behind a cell that executed code which newer cells executed in another form."""
 
 COLUMNS = 13
 """The largest number of versions side by side in MATRIX.md."""
@@ -77,12 +77,12 @@ def _totals(results: Results) -> Iterator[list[str]]:
 
 def _grid(results: Results, part: Sequence[Environment]) -> tuple[list[str], list[list[str]]]:
     """Return the head and the rows of the table of a part's cells."""
-    rows, newest_code = [], results.code
+    rows = []
     for name in results.architectures:
         having = [environment for environment in part if name in environment.cells]
         if having:
             newest = max(having, key=lambda each: (each.order[0], each.name == each.transformers)).name
-            rows.append([_linked(name, newest), *(_sign(each.cell(name), newest_code) for each in part)])
+            rows.append([_linked(name, newest), *(_sign(each.cell(name), results) for each in part)])
     return ["", *(f"[{each.name}](evidence/{each.name}.json)" for each in part)], rows
 
 
@@ -90,10 +90,10 @@ def _linked(name: str, environment: str) -> str:
     return f"[`{name}`]({words.PAGE}#{words.address(name, environment)})"
 
 
-def _sign(cell: Cell, newest: str) -> str:
+def _sign(cell: Cell, results: Results) -> str:
     if cell.state == "absent":
         return ""
-    older = f" {OLDER}" if words.is_older(cell, newest) else ""
+    older = f" {OLDER}" if cell.made and results.is_older(cell.made) else ""
     return f"{HERE[cell.state]} {ALONE[cell.upstream.state if cell.upstream else 'unknown']}{older}"
 
 
@@ -214,7 +214,7 @@ def data(results: Results) -> dict[str, Any]:
     the version does not have the architecture. In these tables, texts are indices into ``texts``; states, counts, and
     whether older code made the cell are numbers of their own.
     """
-    cells, runs, made, texts, newest = _Once(), _Once(), _Once(), _Once(), results.code
+    cells, runs, made, texts = _Once(), _Once(), _Once(), _Once()
 
     def numbered(value: Any) -> Any:
         if isinstance(value, (list, tuple)):
@@ -222,7 +222,7 @@ def data(results: Results) -> dict[str, Any]:
         return texts[value] if isinstance(value, str) else value
 
     def numbers(cell: Cell) -> list[int]:
-        age = words.made(cell, newest), int(words.is_older(cell, newest))
+        age = words.made(cell, results), int(cell.made is not None and results.is_older(cell.made))
         return [cells[numbered(_cell(cell))], runs[numbered(_runs(cell.alone))], made[numbered(age)]]
 
     every = results.environments

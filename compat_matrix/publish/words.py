@@ -109,15 +109,15 @@ def age(results: Results) -> str:
 
     It names the first and the last day, not a number of days, so that the same evidence gives the same text every day.
     """
-    every, newest = results.made, results.code
+    every = results.made
     first, last = (of(made.when[:10] for made in every) for of in (min, max))
     when = f"on {first}" if first == last else f"from {first} to {last}"
-    older = sum(made.code != newest for made in every)
+    older = sum(map(results.is_older, every))
     if not older:
-        return f"All {len(every):,} cells were checked {when} with the code of {newest}."
+        return f"All {len(every):,} cells were checked {when}, and the code that they executed is the same in all."
     return (
-        f"All {len(every):,} cells were checked {when}. {older:,} of them were checked with older code than that of "
-        f"{newest}; each cell names its commit."
+        f"All {len(every):,} cells were checked {when}. {older:,} of them executed code that was changed before newer "
+        "cells were checked; each cell names its commit."
     )
 
 
@@ -130,16 +130,11 @@ def gpu(results: Results) -> str:
     return f"GPU evidence: {'; '.join(said)}." if said else "No GPU evidence exists yet."
 
 
-def is_older(cell: Cell, newest: str) -> bool:
-    """Return whether a cell was made with other code than the newest cell, whose code is ``newest``."""
-    return cell.made is not None and cell.made.code != newest
-
-
-def made(cell: Cell, newest: str) -> str:
+def made(cell: Cell, results: Results) -> str:
     """Return when a cell was checked, and with which code."""
     if cell.made is None:
         return ""
-    older = f" That is older than {newest}." if is_older(cell, newest) else ""
+    older = " What it executed has been changed since." if results.is_older(cell.made) else ""
     return f"Checked on {cell.made.when[:10]} with the code of {cell.made.code} and torch {cell.made.torch}.{older}"
 
 

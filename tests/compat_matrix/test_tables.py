@@ -6,6 +6,7 @@ from html.parser import HTMLParser
 import pytest
 from evidence import GOOD, MADE, POINTS, evidence
 
+from compat_matrix import run
 from compat_matrix.publish import __main__ as publish
 from compat_matrix.publish import blocks, matrix, words
 from compat_matrix.results import CORE, Malformed, read, read_file
@@ -146,15 +147,27 @@ def test_a_cell_says_what_made_it_and_its_age_is_published(root, leave, results)
     text = matrix.tables(results())
     assert "| ✓ ✗ | ✓ ✗ |" in text and "| ✓ ✗ ° | ✓ ✗ ° |" in text
     said = (
-        "All 4 cells were checked from 2026-11-20 to 2026-11-21. 2 of them were checked with older code than that of "
-        f"commit {'1' * 12}; each cell names its commit."
+        "All 4 cells were checked from 2026-11-20 to 2026-11-21. 2 of them executed code that was changed before newer "
+        "cells were checked; each cell names its commit."
     )
     page = matrix.page(results())
     assert said in text and said in page and said in " ".join(blocks.summary(results()).split())
-    assert f"Checked on 2026-11-20 with the code of commit {'2' * 12}" in page and "That is older than" in page
+    assert f"Checked on 2026-11-20 with the code of commit {'2' * 12}" in page
+    assert "What it executed has been changed since." in page
     assert {older for _, older in matrix.data(results())["made"]} == {0, 1}, "the map marks what is older"
     publish.main(["--root", str(root)])
     assert publish.main(["--root", str(root), "--check"]) == 0, "cells of older code are published with their age"
+
+
+@pytest.mark.parametrize(("known", "older"), [("a", False), ("b", True)])
+def test_a_cell_is_older_if_newer_ones_executed_other_code_whatever_its_commit_is(root, known, older):
+    parts = {"new": {**MADE, "key": {"f.py::": "a"}}, "old": {**OLDER, "key": {"f.py::": known, "f.py::g": "c"}}}
+    cells = {name: {**checked(), "made": made} for name, made in parts.items()}
+    file = root / "compat_matrix" / "evidence" / "5.0.0.json"
+    file.write_text(run.text(run.written(evidence("5.0.0", {}), cells)))
+    found = read(file.parent)
+    made = {name: cell.made for name, cell in found.environments[0].cells.items()}
+    assert (found.is_older(made["new"]), found.is_older(made["old"])) == (False, older)
 
 
 def test_a_cell_that_does_not_say_which_commit_made_it_is_not_published(root, leave, capsys):
@@ -280,7 +293,7 @@ def test_readme_says_what_holds_in_a_few_sentences_and_one_link(root, leave, res
         "on a CPU); it refused 1 with a reason; 1 were known failures of Transformers; 1 failed. Without "
         "fa2patch, 3 of them keep the examples of one packed row apart. Only 1 also do so with several rows, a mask of "
         "ones or the default cache. All 7 cells were checked on "
-        f"2026-11-21 with the code of commit {'1' * 12}."
+        "2026-11-21, and the code that they executed is the same in all."
     )
     assert words.PAGE in link and f"{words.FOLDER}/MATRIX.md" in link
     assert "\n".join([*said, link]) in publish.made(root)[root / "README.md"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import io
 import os
 import subprocess
@@ -9,6 +10,8 @@ import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from . import items
 
 ROOT = Path(__file__).parents[1]
 STATED = "FA2PATCH_COMMIT"
@@ -79,12 +82,21 @@ def number(reference: str) -> str:
 
 
 def changed(commit: str) -> list[str]:
-    """Return the files of :data:`CODE` that differ between a commit and this clone's.
+    """Return the files of :data:`CODE` whose code is another one in this clone's commit: not only texts or comments.
 
     Raises:
         NoCommit: there is no such commit.
     """
-    return git("diff", "--name-only", number(commit), "HEAD", "--", *CODE).decode().splitlines()
+    before = number(commit)
+    files = git("diff", "--name-status", "--no-renames", before, "HEAD", "--", *CODE).decode().splitlines()
+    found = (line.split("\t") for line in files)
+    return [file for status, file in found if status != "M" or _code(before, file) != _code("HEAD", file)]
+
+
+def _code(commit: str, file: str) -> Any:
+    """What a file of a commit does: the items of its code, or its bytes if it is no Python."""
+    held = git("show", f"{commit}:{file}")
+    return items.read(ast.parse(held)).items if file.endswith(".py") else held
 
 
 def export(commit: str, package: str, folder: Path) -> None:

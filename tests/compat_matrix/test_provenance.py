@@ -1,6 +1,7 @@
 """A release needs cells that are not stale, and measurements after which the code did not change."""
 
 import json
+import subprocess
 
 import pytest
 from evidence import GOOD, MADE, evidence
@@ -111,3 +112,26 @@ def test_a_version_without_evidence_is_named(checked, tmp_path):
 def test_the_commit_is_looked_up_in_this_clone():
     assert provenance._after("0" * 12)[0].startswith("This clone does not have commit 000000000000")
     assert commits.changed("HEAD") == []
+
+
+@pytest.mark.parametrize(
+    ("text", "changed"),
+    [
+        ('"""Another text."""\nX = 1  # why\n', []),
+        ('"""A text."""\nX = 2\n', ["fa2patch/some.py"]),
+        (None, ["fa2patch/some.py"]),
+    ],
+)
+def test_measurements_are_old_if_code_changed_not_if_a_text_did(tmp_path, monkeypatch, text, changed):
+    def git(*words):
+        subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *words], cwd=tmp_path, check=True)
+
+    (tmp_path / "fa2patch").mkdir()
+    file = tmp_path / "fa2patch" / "some.py"
+    file.write_text('"""A text."""\nX = 1\n')
+    monkeypatch.setattr(commits, "ROOT", tmp_path)
+    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "first"]):
+        git(*words)
+    file.unlink() if text is None else file.write_text(text)
+    git("commit", "-qam", "second")
+    assert commits.changed("HEAD^") == changed

@@ -64,7 +64,8 @@ def read(tree: ast.Module) -> File:
 def _defines(statement: ast.stmt, ours: Collection[str]) -> list[str]:
     """The names that a statement of a module defines, if that is all it does; none if it may do more.
 
-    A decorator of this project may keep what it decorates, as a metaclass may.
+    A decorator of this project may keep what it decorates, as a metaclass may. Python itself asks for names such as
+    ``__getattr__``.
     """
     names = []
     if isinstance(statement, _DEFINITIONS):
@@ -75,7 +76,7 @@ def _defines(statement: ast.stmt, ours: Collection[str]) -> list[str]:
         targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
         if not any(isinstance(node, _RUNNING) for node in ast.walk(statement)):
             names = [target.id if isinstance(target, ast.Name) else "" for target in targets]
-    return names if all(names) else []
+    return names if all(name and not name.startswith("__") for name in names) else []
 
 
 def _ours(tree: ast.Module) -> set[str]:

@@ -92,6 +92,7 @@ def test_texts_annotations_and_lines_do_not_count(old, new):
         ("return first", "return -first", {"outer.<locals>.inner"}),
         ("self.size // 2", "self.size / 2", {"Found.half"}),
         ("return os.sep", "return os.altsep", {"unused"}),
+        ("def unused", "def __getattr__", {"", "@unused", "unused", "__getattr__"}),
         ("def unused", "def len", {"@unused", "@len", "unused", "len"}),
     ],
 )

@@ -34,12 +34,13 @@ class Sources:
         self._files: dict[str, File] = {}
         self._again: dict[Any, Items] = {}  # many cells executed the same
 
-    def key(self, executed: Mapping[str, Any], without: Collection[str] = CONFIGS) -> Items:
-        """Return the items of what ``check.executed`` says of a process, but not the module level of some files."""
-        named = [(file, self.file(file).lines.get((name, line))) for file, name, line in executed["functions"]]
+    def key(self, *executed: Mapping[str, Any], without: Collection[str] = CONFIGS) -> Items:
+        """Return the items of what ``check.executed`` says of processes, but not the module level of some files."""
+        called = [each for one in executed for each in one["functions"]]
+        named = [(file, self.file(file).lines.get((name, line))) for file, name, line in called]
         # what has no name is a lambda or a comprehension, which is part of what it is written in
         functions = [(file, name) for file, name in named if name is not None]
-        return self.depended([file for file in executed["files"] if file not in without], functions)
+        return self.depended({file for one in executed for file in one["files"]} - {*without}, functions)
 
     def depended(self, files: Collection[str], functions: Collection[tuple[str, str]]) -> Items:
         """Return the items that files that were imported and functions that were called depend on."""

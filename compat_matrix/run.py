@@ -59,7 +59,7 @@ def evidence(
         cell = merged(first, second, {**code, "dirty": True} if now != code else code)
         executed = [part["made"].pop("executed") for part in (first, second) if part and "executed" in part["made"]]
         if executed:
-            cell["made"]["key"] = {item: known for each in executed for item, known in sources.key(each).items()}
+            cell["made"]["key"] = sources.key(*executed)
         cells[name] = cell
         doing(f"{name} checked")
         keep(header, name, cell)

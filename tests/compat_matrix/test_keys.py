@@ -164,6 +164,19 @@ def test_a_definition_counts_where_a_word_of_another_file_may_mean_it(tmp_path):
     assert names == {"f", "Used", "Base", "by_module", "by_text", "Renamed"}
 
 
+def test_the_key_of_two_processes_is_fresh_although_each_mentions_what_the_other_imports(tmp_path):
+    (tmp_path / "fa2patch").mkdir()
+    (tmp_path / "fa2patch" / "a.py").write_text("def f(): return shared\nother = 1\n")
+    (tmp_path / "fa2patch" / "b.py").write_text("shared = 2\ndef g(): return other\n")
+    parts = [
+        {"files": ["fa2patch/a.py"], "functions": [["fa2patch/a.py", "f", 1]]},
+        {"files": ["fa2patch/b.py"], "functions": [["fa2patch/b.py", "g", 2]]},
+    ]
+    key = keys.Sources(tmp_path).key(*parts)
+    assert {"fa2patch/a.py::@other", "fa2patch/b.py::@shared"} <= {*key}
+    assert keys.Sources(tmp_path).changed(key) == []
+
+
 def test_a_folder_that_hides_a_file_and_a_file_that_is_gone_are_changes(sources, tmp_path):
     key = sources.key({"files": ["fa2patch/module.py"], "functions": []})
     (tmp_path / "fa2patch" / "module").mkdir()

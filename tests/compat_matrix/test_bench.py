@@ -217,7 +217,7 @@ def test_reads_are_shown_with_and_without_lengths_on_both_sides():
     cells = {row[0]: dict(zip(rows[0], row)) for row in rows[2:]}
     assert list(cells) == list(blocks.WAYS.values())
     given = cells["Transformers, with lengths"]
-    assert (given["4.44.2"], given["4.57.6"], given["5.23.0"]) == ("refused", "0", "1")
+    assert list(given.values())[1:] == ["refused", "0", "1"]
     assert set(list(cells["fa2patch, with lengths"].values())[1:]) == {"0"}
 
 

@@ -8,7 +8,7 @@ not that its numbers are right.
 
 It needs Triton, which a build of torch for CPUs does not bring: ``python -m pip install --no-deps --target FOLDER
 triton``, then ``PYTHONPATH=FOLDER python -m compat_matrix.check.kernels_aot``. What inductor asks of a device is not
-public and was tried in torch 2.13 alone, with Triton 3.8.
+public and was tried in torch 2.13 alone, with Triton 3.8 and 3.9.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ class File:
     Attributes:
         items: The hash of each item, by its name without the file.
         lines: The qualified name of each function, by its name and the first line of its code object.
-        mentions: The words of each item: what it could mean of other files by name.
+        mentions: The names in the code of each item, which may mean definitions of this file and of others.
         defined: The names of the definitions.
     """
 

@@ -91,8 +91,8 @@ def changed(commit: str) -> list[str]:
     """
     before = number(commit)
     paths = (*CODE, ":(exclude)compat_matrix/run.py")
-    files = git("diff", "--name-status", "--no-renames", before, "HEAD", "--", *paths).decode().splitlines()
-    found = (line.split("\t") for line in files)
+    lines = git("diff", "--name-status", "--no-renames", before, "HEAD", "--", *paths).decode().splitlines()
+    found = (line.split("\t") for line in lines)
     return [file for status, file in found if status != "M" or _code(before, file) != _code("HEAD", file)]
 
 

@@ -69,9 +69,8 @@ def _defines(statement: ast.stmt, ours: Collection[str]) -> list[str]:
     """
     names = []
     if isinstance(statement, _DEFINITIONS):
-        kept = any(_root(decorator) in ours for decorator in statement.decorator_list)
-        kept = kept or bool(isinstance(statement, ast.ClassDef) and statement.keywords)
-        names = [] if kept else [statement.name]
+        is_kept = any(_root(decorator) in ours for decorator in statement.decorator_list)
+        names = [] if is_kept or getattr(statement, "keywords", ()) else [statement.name]
     elif isinstance(statement, (ast.Assign, ast.AnnAssign)):
         targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
         if not any(isinstance(node, _RUNNING) for node in ast.walk(statement)):

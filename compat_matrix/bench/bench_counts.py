@@ -66,7 +66,8 @@ def bench_syncs(rows: Any, quick: bool, folder: Path, version: str) -> None:
     with environments.only_our_packages() as packages:
         python = environments.make(environments.version(version), folder)
         found = environments.printed(python, packages, "compat_matrix.bench.syncs", *(["--quick"] if quick else []))
-    rows.on = f"{f'{rows.on},' if rows.on else 'Transformers'} {version} with torch {found['torch']}"
+    before = f"{rows.on}," if rows.on else "Transformers"
+    rows.on = f"{before} {version} with torch {found['torch']}"
     rows += [{"model": row["model"], "Transformers": version, **row} for row in found["rows"]]
 
 

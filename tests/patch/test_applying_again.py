@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers.models.llama import modeling_llama
 
 import fa2patch
 from compat_matrix import tiny_models
@@ -65,6 +66,18 @@ def test_a_kernel_object_switches_too(model, docs, counting):
     assert counting.calls and patch.picks.given is kernel
     picks = patch.picks
     assert fa2patch.apply(model, kernel=kernel).picks is picks
+
+
+@pytest.mark.skipif(not hasattr(modeling_llama, "ALL_ATTENTION_FUNCTIONS"), reason="this Transformers has no registry")
+def test_what_other_code_has_replaced_since_is_replaced_again():
+    original, model = modeling_llama.ALL_ATTENTION_FUNCTIONS, tiny_models.build("llama", "sdpa")
+    patch = fa2patch.apply(model)
+    assert modeling_llama.ALL_ATTENTION_FUNCTIONS is not original
+    modeling_llama.ALL_ATTENTION_FUNCTIONS = original
+    assert fa2patch.apply(model) is patch
+    assert modeling_llama.ALL_ATTENTION_FUNCTIONS is not original
+    fa2patch.revert(model)
+    assert modeling_llama.ALL_ATTENTION_FUNCTIONS is original
 
 
 def test_prove_and_architecture_are_switched(model, docs):

@@ -10,6 +10,8 @@ os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 import pytest
 import torch
 
+from fa2patch.binding import release, users
+
 pytest_plugins = ["fa2patch.testing"]
 PACKAGES = (
     "torch", "transformers", "accelerate", "peft", "trl", "datasets", "deepspeed", "bitsandbytes", "wrapt", "numpy",
@@ -46,6 +48,15 @@ def finding(record_property):
 def deterministic():
     torch.manual_seed(0)
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def patches_end_with_their_test():
+    """A forgotten model keeps the bindings of its class until it is collected, in the middle of a later test."""
+    of_fixtures = users()
+    yield
+    for user in users() - of_fixtures:
+        release(user)
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,6 @@
 """The matrix's points pass in this environment, and fail when something that matters is broken."""
 
 import argparse
-import gc
 import sys
 
 import numpy as np
@@ -32,8 +31,6 @@ architectures = sys.modules["fa2patch.upstream.architectures"]
     ("family", "implementation"), [CELLS[0], *(pytest.param(*each, marks=pytest.mark.slow) for each in CELLS[1:])]
 )
 def test_point(family, implementation, point):
-    if point == "reverted":
-        gc.collect()  # a forgotten model of another test that is collected meanwhile would change a namespace
     try:
         POINTS_BY_NAME[point](Cell(family, implementation))
     except NotApplicable as reason:

@@ -1,7 +1,6 @@
 """Situations in a patched model's life: threads, replicas, copies, wrappers, other dtypes, interruptions."""
 
 import copy
-import gc
 import warnings
 
 import pytest
@@ -32,9 +31,7 @@ def model():
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left_of_other_tests():
-    """A forgotten model keeps its class's bindings until it is collected, so an unpatched model would look patched."""
-    gc.collect()
+def nothing_is_left_inside():
     yield
     assert forward.thread.inside == []
 

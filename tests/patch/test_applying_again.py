@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from transformers import modeling_utils
 from transformers.models.llama import modeling_llama
 
 import fa2patch
@@ -70,10 +69,8 @@ def test_a_kernel_object_switches_too(model, docs, counting):
 
 
 @pytest.mark.skipif(not hasattr(modeling_llama, "ALL_ATTENTION_FUNCTIONS"), reason="this Transformers has no registry")
-def test_what_other_code_has_replaced_since_is_replaced_again(monkeypatch):
-    original, model = modeling_utils.ALL_ATTENTION_FUNCTIONS, tiny_models.build("llama", "sdpa")
-    # a patched model of another test may still be alive, and its binding would be shared
-    monkeypatch.setattr(modeling_llama, "ALL_ATTENTION_FUNCTIONS", original)
+def test_what_other_code_has_replaced_since_is_replaced_again():
+    original, model = modeling_llama.ALL_ATTENTION_FUNCTIONS, tiny_models.build("llama", "sdpa")
     patch = fa2patch.apply(model)
     assert modeling_llama.ALL_ATTENTION_FUNCTIONS is not original
     modeling_llama.ALL_ATTENTION_FUNCTIONS = original

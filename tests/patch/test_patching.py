@@ -22,6 +22,7 @@ from compat_matrix import tiny_models
 from compat_matrix.check.compare import assert_close
 from compat_matrix.check.rows import alone, documents, pack
 from fa2patch import errors, kernels
+from fa2patch.binding import users
 from fa2patch.documents import names
 from fa2patch.upstream import packed_mask
 
@@ -143,6 +144,18 @@ def test_a_forgotten_model_takes_its_patch_along():
     fa2patch.apply(tiny_models.build("mistral"))
     gc.collect()
     assert dict(vars(owner)) == before
+
+
+never_collected = []
+
+
+@pytest.mark.parametrize("time", ["first", "second"])
+def test_the_patches_of_a_test_end_with_it(time):
+    """The fixture in ``tests/conftest.py`` does it, and tests that compare a class with what it was before need it."""
+    model = tiny_models.build("mistral")
+    assert not users()
+    fa2patch.apply(model)
+    never_collected.append(model)
 
 
 class TestWrappers:

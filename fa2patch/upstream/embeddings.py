@@ -53,8 +53,11 @@ class NoisyEmbeddings(Trait):
         return output
 
     def _of(self, step: Step) -> list[ByDocument]:
-        held = _noise(embedding_of(step.module))
-        return [function for _, _, function in held if isinstance(function, ByDocument)]
+        embedding = embedding_of(step.module)
+        if embedding is None:
+            return []
+        functions = [*embedding._forward_hooks.values(), vars(embedding).get("forward")]
+        return [each for each in functions if isinstance(each, ByDocument)]  # dynamo cannot trace what _noise asks
 
 
 class ByDocument:

@@ -173,8 +173,8 @@ def test_a_label_that_the_call_ignores(family: str, ignored: int) -> None:
 
 def test_a_loss_function_that_ignores_another_label() -> None:
     model = llama()
-    if not hasattr(type(model), "loss_function"):
-        pytest.skip(f"LlamaForCausalLM of Transformers {transformers.__version__} has no loss function")
+    if getattr(getattr(type(model), "loss_function", None), "fset", None) is None:
+        pytest.skip(f"LlamaForCausalLM of Transformers {transformers.__version__} takes no loss function")
     labels, expected = ignoring(model, 0)
     model.loss_function = functools.partial(model.loss_function, ignore_index=0)
     found = called(patched(model), told(labels=labels)).loss

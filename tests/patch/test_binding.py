@@ -335,10 +335,7 @@ def found():
 
 def leaks():
     expected = alone(model, docs)
-    try:
-        found = model(**pack(docs)).logits[0]
-    except fa2patch.errors.PackingNotIsolated:
-        return None  # who put back what they found there took ours off: that is an error, and leaks nothing
+    found = model(**pack(docs)).logits[0]
     return bool((found - expected).abs().max() > 1e-3 * expected.abs().max())
 
 
@@ -406,4 +403,4 @@ def test_in_a_fresh_process_a_real_models_namespaces_are_as_found(on_llama, impo
         if step in ours:
             assert leaks is ours[step], step
     if order == ("theirs", "ours", "undo theirs", "undo ours"):
-        assert dict(steps)["undo theirs"] is None
+        assert dict(steps)["undo theirs"] is False  # that took ours off; the next batch finds it, and binds again

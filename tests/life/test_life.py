@@ -397,7 +397,6 @@ def test_a_verification_that_is_interrupted_leaves_the_model_as_it_was(model):
 # Compiled (last, because the compiler's objects make every collection slow)
 
 
-@pytest.mark.slow
 def test_what_is_compiled_already_follows_apply_and_revert(docs):
     torch._dynamo.reset()
     model = tiny_models.build("llama", "sdpa", num_hidden_layers=1)
@@ -434,7 +433,6 @@ class TestNothingPacked:
         assert "TRL" in str(warning.message) and "DataCollatorWithFlattening" in str(warning.message)
         assert not self.warned(model, joined)
 
-    @pytest.mark.slow
     def test_a_compiled_model_warns_once_and_no_batch_makes_a_graph_of_its_own(self, model, docs):
         graphs = []
 

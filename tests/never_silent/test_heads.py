@@ -227,7 +227,7 @@ def test_pooled_one_document_is_no_packed_row(cls):
     assert torch.equal(logits_of(model(**row)), expected)
 
 
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "compiled"])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_a_reward_model_s_rows_compiled_too(compiled):
     def run():
         model = patched(llama(RewardModel, num_labels=1))

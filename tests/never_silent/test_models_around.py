@@ -184,7 +184,6 @@ def test_a_model_of_ones_own_around_a_whole_causal_lm():
     refused(lambda: outer.forward(batch["input_ids"], batch["position_ids"], labels=OPEN))
 
 
-@pytest.mark.slow  # ten seconds for each; small models compile no faster
 @pytest.mark.parametrize("compiled", ["the whole", "the trunk", "the caller"])
 def test_in_a_compiled_graph(compiled):
     torch._dynamo.reset()
@@ -203,7 +202,6 @@ def test_in_a_compiled_graph(compiled):
     refused(lambda: run(called_model, labelled()))
 
 
-@pytest.mark.slow
 def test_a_compiled_trunk_by_itself_is_as_before():
     torch._dynamo.reset()
     base, plain = patched(llama().model), llama().model

@@ -346,7 +346,6 @@ def test_trainers_option(tmp_path):
     assert not model.get_input_embeddings()._forward_hooks
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("way", ["upstream", "forward"])
 def test_compiled(way):
     """The lengths of documents have no values while a graph is captured."""

@@ -117,7 +117,6 @@ def test_dynamo_has_the_lock_that_is_asked_for():
     assert _torch._lock_of_dynamo() is not None
 
 
-@pytest.mark.slow  # ten seconds; the tests above show the same of a module of their own
 def test_a_patched_model_is_collected_while_another_one_compiles():
     torch._dynamo.reset()
     garbage, model, plain = [llama()], llama(), llama()

@@ -177,9 +177,7 @@ def test_the_loss_is_that_of_the_padded_batch(family: str, how: str) -> None:
     assert_close(found.loss, expected.loss, f"loss {found.loss} ({expected.loss})")
 
 
-@pytest.mark.parametrize(
-    "how", ["two rows", "a tuple", "one document", "a full row", pytest.param("compiled", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("how", ["two rows", "a tuple", "one document", "a full row", "compiled"])
 def test_other_rows(how: str) -> None:
     model = with_router_loss("mixtral")
     expected = router_loss(model, {"input_ids": torch.stack(EQUAL)})[0]

@@ -132,7 +132,6 @@ def test_one_document_in_segments_proves_nothing_about_others():
         model(**told(way="all lengths"))
 
 
-@pytest.mark.slow
 def test_a_compiled_tree_is_proven_on_an_example():
     torch._dynamo.reset()
     model = llama()

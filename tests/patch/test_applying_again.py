@@ -145,7 +145,6 @@ def test_wrappers_switch_the_model_inside_and_revert_restores_it(model, docs, co
             torch.distributed.destroy_process_group()
 
 
-@pytest.mark.slow
 def test_a_compiled_model_switches(model, docs, counting):
     compiled = torch.compile(model, backend="eager")
     fa2patch.apply(model, kernel="reference")

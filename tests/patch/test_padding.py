@@ -190,7 +190,6 @@ def test_batches_without_padding_are_no_reason_for_a_warning() -> None:
             embedder(padded(5, 5))
 
 
-@pytest.mark.slow
 def test_a_compiled_padded_batch_is_as_before() -> None:
     embedder, batch = Embedder(build(BertModel)), padded(5, 9, 1, 3)
     expected = embedder(batch)

@@ -170,7 +170,6 @@ def test_trainer_trains_evaluates_and_predicts(llama: Any, tmp_path: Path) -> No
     assert found["packed"][2].shape == (8, 2)
 
 
-@pytest.mark.slow
 def test_compiled(llama: Any, expected: Any) -> None:
     fa2patch.apply(llama)
     compiled = torch.compile(llama, backend="aot_eager")

@@ -6,7 +6,6 @@ A kernel for a device that few have is loaded only where that device is, or wher
 from __future__ import annotations
 
 import importlib
-from functools import cache
 from typing import Any, Callable, NamedTuple
 
 import torch
@@ -64,12 +63,15 @@ ELSEWHERE: dict[str, tuple[str, str, Callable[[], bool]]] = {
 """By the name of a kernel: its module, its class, and whether such a device may be here."""
 
 
-@cache
+_made: dict[str, Kernel] = {}  # no functools.cache, past which dynamo goes, to an import that it cannot trace
+
+
 def elsewhere(name: str) -> Kernel:
     """The one kernel of this name in :data:`ELSEWHERE`. Results of trials are cached by kernel."""
-    module, kind, _ = ELSEWHERE[name]
-    made: Kernel = getattr(importlib.import_module(f".{module}", __package__), kind)()
-    return made
+    if name not in _made:
+        module, kind, _ = ELSEWHERE[name]
+        _made[name] = getattr(importlib.import_module(f".{module}", __package__), kind)()
+    return _made[name]
 
 
 def here() -> list[Kernel]:

@@ -159,6 +159,9 @@ def named(name: str | Kernel) -> Kernel:
         return devices.elsewhere(name)
     if isinstance(name, str) and name.startswith("hub:") and name != "hub:":
         return _of_hub(name[len("hub:") :])
+    for kernel, _ in _registered:  # first, because a graph that is captured cannot import those of other devices
+        if kernel.name == name:
+            return kernel
     kernels = every_kernel()
     for kernel in kernels:
         if kernel.name == name:

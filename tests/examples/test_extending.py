@@ -104,7 +104,7 @@ def llama() -> torch.nn.Module:
 
 
 @pytest.mark.parametrize("registered", [False, True])
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("compiled", [False, True])
 def test_a_kernel_of_ones_own_computes_a_packed_row(registered: bool, compiled: bool) -> None:
     docs, model = documents(5, 1, 9), llama()
     expected = alone(model, docs)

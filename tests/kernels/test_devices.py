@@ -226,3 +226,12 @@ def test_kernels_of_other_devices_are_known_by_name_and_listed():
     rows = {row["name"]: row["reason"] for row in kernels.kernel_rows()}
     assert rows["ascend"] == "the package torch_npu is not installed"
     assert rows["aiter"] == "this torch is not built for ROCm"
+
+
+@pytest.mark.parametrize("name", devices.ELSEWHERE)
+def test_a_graph_finds_the_kernel_without_an_import(name):
+    """``Picks.captured`` asks for it by its name in each layer that is traced. Dynamo cannot trace an import."""
+    torch._dynamo.reset()
+    kernel = picks.named(name)
+    run = torch.compile(lambda x: x * len(picks.named(name).name), backend="eager", fullgraph=True)
+    assert run(torch.ones(())) == len(kernel.name)

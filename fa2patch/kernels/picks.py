@@ -159,14 +159,12 @@ def named(name: str | Kernel) -> Kernel:
         return devices.elsewhere(name)
     if isinstance(name, str) and name.startswith("hub:") and name != "hub:":
         return _of_hub(name[len("hub:") :])
-    for kernel, _ in _registered:  # first, because a graph that is captured cannot import those of other devices
-        if kernel.name == name:
-            return kernel
-    kernels = every_kernel()
-    for kernel in kernels:
-        if kernel.name == name:
-            return kernel
-    names = ", ".join(repr(kernel.name) for kernel in kernels)
+    found = [kernel for kernel, _ in _registered if kernel.name == name]
+    # every_kernel imports those of other devices, which a graph that is captured cannot do
+    found = found or [kernel for kernel in every_kernel() if kernel.name == name]
+    if found:
+        return found[0]
+    names = ", ".join(repr(kernel.name) for kernel in every_kernel())
     raise UnknownKernel(f"kernel={name!r}: expected one of 'auto', {names}, or 'hub:org/name'.")
 
 

@@ -98,6 +98,7 @@ def test_prove_and_architecture_are_switched(model, docs):
     [
         ({"kernel": "no such kernel"}, errors.UnknownKernel),
         ({"kernel": ""}, errors.UnknownKernel),
+        ({"kernel": ["reference"]}, errors.UnknownKernel),
         ({"kernel": "reference", "architecture": "no_such_row"}, errors.UnknownArchitecture),
         ({"kernel": "reference", "prove": "perhaps"}, errors.BadArgument),
     ],

@@ -1,4 +1,4 @@
-"""Errors, all subclasses of :class:`Fa2PatchError`, and three warnings.
+"""Errors, all subclasses of :class:`Fa2PatchError`, and four warnings.
 
 Every message says what was expected, what was found and what to do. Its last line is the address of the section about
 its class in the documentation. An error raised by ``apply`` leaves the model and every namespace unchanged. After an
@@ -142,6 +142,10 @@ class NothingPacked(_Documented, UserWarning):
 
 class StaysPadded(_Documented, UserWarning):
     """Padded batches that should be computed packed are computed padded."""
+
+
+class OverBudget(_Documented, UserWarning):
+    """Batches with more tokens than ``max_tokens`` are computed at once, because they cannot be computed in passes."""
 
 
 def message(error: BaseException) -> str:

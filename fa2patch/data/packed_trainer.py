@@ -17,7 +17,7 @@ from ..padded.batches import PaddedBatches
 from ..patch.applying import apply
 from ..patch.padding import pack_padded_batches
 from ..upstream.find_models import outermost_models
-from .token_budget import TokenBudget, require_training_step
+from .token_budget import TokenBudget
 
 PACKS = "_fa2patch_packs"
 """The class attribute of what :func:`packed_trainer` returns. ``fa2patch run`` leaves such trainers alone."""
@@ -37,11 +37,13 @@ class PackedModels(NamedTuple):
     padded: dict[str, Fa2PatchError]
 
 
-def pack_models(attributes: Mapping[str, object], share_prompts: bool = True) -> PackedModels:
+def pack_models(
+    attributes: Mapping[str, object], share_prompts: bool = True, budget: TokenBudget | None = None
+) -> PackedModels:
     """Patch every Transformers model that attributes of a trainer hold, and make it compute padded batches packed.
 
     A model inside of a wrapper is found (PEFT, DDP, FSDP, DeepSpeed, ``torch.compile``, a value head). Models that are
-    packed already are not packed a second time.
+    packed already are not packed a second time. With a ``budget``, they compute each batch within it.
     """
     found = PackedModels({}, {})
     for name, value in [*attributes.items()]:
@@ -51,6 +53,8 @@ def pack_models(attributes: Mapping[str, object], share_prompts: bool = True) ->
             try:
                 apply(model)
                 found.packed[where] = pack_padded_batches(model, share_prompts)
+                if budget is not None:
+                    budget.give(model)
             except Fa2PatchError as error:
                 found.padded[where] = error
     return found
@@ -89,10 +93,12 @@ def packed_trainer(
         share_prompts: Whether the first tokens in which rows of a batch are equal are computed once, if this saves at
             least 16 tokens.
         max_tokens: A budget of tokens: each batch is computed in as few packed passes of at most so many tokens as fit,
-            and the optimizer's steps, gradients and logged losses stay those of the whole batch. Any Trainer serves as
-            ``base`` then, with padded batches or with packed rows. Of what the loss is a mean (tokens, documents, or
-            nothing) is found with the first batch that is cut, and a loss for which passes do not add up is an error.
-            None computes each batch in one pass.
+            and the optimizer's steps, gradients, logged losses and metrics stay those of the whole batch. Any Trainer
+            serves as ``base`` then, with padded batches or with packed rows. The loss sees the outputs of the whole
+            batch, and the base model's forward is computed a second time in the backward, as with gradient
+            checkpointing. If the loss is known to be a sum over tokens (that of ``Trainer`` itself, from Transformers
+            4.46 on), each pass is computed once instead, with its own backward. The log says which of the two. None
+            computes each batch in one pass.
         too_long: What to do with a document that is longer than ``max_tokens``: ``"error"``, or ``"alone"`` to give it
             a pass of its own.
         pad_to_multiple_of, max_documents, longest_document: With a budget and packed rows, shapes of the passes that do
@@ -124,15 +130,18 @@ def packed_trainer(
     shapes = _still_shapes(max_tokens, pad_to_multiple_of, max_documents, longest_document)
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        if max_tokens is not None:  # before a model becomes an attribute
+            vars(self)["token_budget"] = TokenBudget(max_tokens, too_long, shapes)
         parent.__init__(self, *args, **kwargs)
         if max_tokens is None:
             _refuse_packed_rows(self, parent)
         else:
-            self.token_budget = TokenBudget(self, max_tokens, too_long, shapes)
+            self.token_budget.install(self)
 
     def __setattr__(self: Any, name: str, value: object) -> None:
         parent.__setattr__(self, name, value)
-        for where, error in pack_models({name: value}, share_prompts).padded.items():
+        budget = vars(self).get("token_budget")
+        for where, error in pack_models({name: value}, share_prompts, budget).padded.items():
             if where == "model":
                 raise error
             warnings.warn(
@@ -142,8 +151,6 @@ def packed_trainer(
             )
 
     members = {"__init__": __init__, "__setattr__": __setattr__, "__doc__": packed_trainer.__doc__, PACKS: True}
-    if max_tokens is not None:
-        require_training_step(parent)
     return type(f"Packed{parent.__name__}", (parent,), members)
 
 

@@ -1,8 +1,10 @@
-"""A trainer's steps in passes: each batch is cut into packed passes of a budget of tokens, inside ``training_step``.
+"""A trainer's steps in passes of a budget of tokens, in one of two ways that give the steps of the whole batch.
 
-A ``Trainer`` computes a batch's loss in ``compute_loss``, scales it, hands it to ``accelerator.backward`` and returns
-its value. Both calls are the same from Transformers 4.36 to 5.24 and in TRL's trainers. So ``compute_loss`` returns the
-loss of the first pass, and ``accelerator.backward`` computes the other passes before it returns.
+The models of a trainer compute a batch in passes, each a checkpoint, and the trainer's loss sees the outputs of the
+whole batch (:mod:`fa2patch.upstream.passes`). That is right for any loss, and computes the base model's forward twice.
+A loss that is known to be a sum over tokens (:mod:`.known_losses`) is computed pass by pass instead, and once: there,
+``compute_loss`` returns the loss of the first pass, and ``accelerator.backward`` computes the other passes before it
+returns. Both calls are the same from Transformers 4.36 to 5.24.
 """
 
 from __future__ import annotations
@@ -10,57 +12,68 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import inspect
+import logging
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import Any, Callable
 
-import numpy as np
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from ..errors import BadArgument, Fa2PatchError
-from ..packing import example_costs, imbalance
-from ..packing.passes import Passes, of_all_ranks, of_units, units_of
-from ..packing.plans import check_budget
+from .._torch import eagerly
+from ..errors import Fa2PatchError
+from ..packing.passes import Counts, Passes, of_units, units_of
 from ..packing.still_shapes import PLAIN, StillShapes
-from . import trainer_notes
-from .loss_shares import Loss, LossShares, Share
+from ..patch.applying import budget_of, status
+from ..patch.state import Patch
+from ..upstream.find_models import outermost_models
+from . import known_losses
+
+logger = logging.getLogger("fa2patch")
+
+Loss = Callable[[Any], torch.Tensor]
+"""A trainer's loss of a batch."""
 
 
 class TokenBudget:
     """Computes the training steps of a trainer in passes of at most ``max_tokens`` tokens.
 
-    Its methods are put around those of the trainer, which is all that installs it.
-
     Args:
-        trainer: A Trainer with patched models. Those that are given padded batches compute them packed.
-        max_tokens, too_long: As in :func:`fa2patch.packing.passes`.
-        shapes: Shapes of the passes, which need packed rows as batches; None for those of their documents.
+        max_tokens, too_long: As in :func:`fa2patch.apply`.
+        shapes: Shapes of the passes; None for those of their documents.
 
     Attributes:
-        shares: What is known of the trainer's loss.
-        batches, passes, tokens, padded_tokens, lengths: Numbers of batches, of their passes, of their tokens, of their
-            tokens with padding, and of the tokens of their passes with the padding of still shapes, since the last log.
-        costs: The cost of each of these batches on each rank, tokens and attention, a list of ``[ranks]``.
+        counts: What was computed since the last log.
+        why_exact: Why the loss sees the whole batch, and forwards are computed twice; empty if passes are computed
+            once; None before the first batch.
     """
 
-    def __init__(
-        self, trainer: Any, max_tokens: int, too_long: str = "error", shapes: StillShapes | None = None
-    ) -> None:
-        self.trainer, self.max_tokens, self.too_long = trainer, check_budget(max_tokens), too_long
-        self.shapes = shapes or PLAIN
-        self.shares = LossShares(trainer, self.shapes)
+    def __init__(self, max_tokens: int, too_long: str = "error", shapes: StillShapes | None = None) -> None:
+        self.max_tokens, self.too_long, self.shapes = max_tokens, too_long, shapes or PLAIN
+        self.counts, self._since = Counts(), time.perf_counter()
+        self.why_exact: str | None = None
         self._rest: Iterator[torch.Tensor] | None = None  # of a step, once its first pass is computed
         self._first: torch.Tensor | None = None
         self._stepping = False
-        self._forget()
+
+    def install(self, trainer: Any) -> None:
+        """Put methods around those of a trainer. Its models are given their budget by :meth:`give`."""
+        self.trainer = trainer
         for around in (self.training_step, self.compute_loss, self.log):
             name = around.__name__
             own = getattr(trainer, name)
             # Trainer reads the parameters of its methods, to know whether it divides by the labels of a whole step
             setattr(trainer, name, functools.wraps(own)(functools.partial(around, own)))
+
+    def __repr__(self) -> str:
+        way = "no batch yet" if self.why_exact is None else self.why_exact or "each pass is computed once"
+        return f"<TokenBudget: passes of at most {self.max_tokens} tokens; {way}>"
+
+    def give(self, model: Any) -> None:
+        """Let a patched model compute its batches within the budget."""
+        patch = status(model)
+        if patch is not None:
+            patch.budget = budget_of(self.max_tokens, self.too_long, self.shapes)
 
     def training_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the trainer's own step, whose ``compute_loss`` and ``accelerator.backward`` come here."""
@@ -79,80 +92,100 @@ class TokenBudget:
                 accelerator.backward = own
 
     def compute_loss(self, compute: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Compute the loss of a training batch's first pass, and keep the other passes for the backward."""
+        """Compute a training batch's loss; if that is known to be a sum, the loss of its first pass."""
         with_outputs = kwargs.get("return_outputs", args[0] if args else False)
         if not self._stepping or self._rest is not None or with_outputs or not isinstance(inputs, Mapping):
             return compute(model, inputs, *args, **kwargs)
-
-        def loss(batch: Any) -> torch.Tensor:
-            with self.trainer.compute_loss_context_manager():
-                # a copy, because trainers take labels out of what they are given
-                found: torch.Tensor = compute(model, copy.copy(batch), *args, **kwargs)
-            return found
-
-        passes = self._cut(loss, model, inputs)
-        self._count(passes)
-        self._rest = self._losses(loss, model, inputs, passes)
-        self._first = next(self._rest)
-        return self._first
+        if not self.why_exact:
+            why = known_losses.why_unknown(self.trainer, compute, self._patch, kwargs)
+            if not why and self._begins(lambda batch: compute(model, batch, *args, **kwargs), model, inputs):
+                self._say("")
+                return self._first
+            self._say(why or "torch's graph of its loss shows more than a sum over tokens")
+        with self._counted():
+            return compute(model, inputs, *args, **kwargs)
 
     def log(self, log: Callable[..., Any], logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
         """Add what the passes brought to the logs of training, and begin to count anew."""
-        if "loss" in logs and self.batches:
-            logs["passes_per_batch"] = round(self.passes / self.batches, 3)
-            logs["tokens_per_second"] = round(self.tokens / (time.perf_counter() - self._since), 1)
-            logs["padding_avoided"] = round(1 - self.tokens / max(self.padded_tokens, self.tokens), 4)
-            if self.shapes:
-                logs["padding_of_passes"] = round(1 - self.tokens / max(self.lengths, self.tokens), 4)
-            if len(self.costs[0]) > 1:
-                logs["imbalance_over_ranks"] = round(imbalance(np.array(self.costs)), 4)
-            self._forget()
+        if "loss" in logs and self.counts.batches:
+            logs.update(self.counts.logs(time.perf_counter() - self._since, bool(self.shapes)))
+            self.counts, self._since = Counts(), time.perf_counter()
         return log(logs, *args, **kwargs)
 
-    def _forget(self) -> None:
-        self.batches = self.passes = self.tokens = self.padded_tokens = self.lengths = 0
-        self.costs: list[list[float]] = []
-        self._since = time.perf_counter()
+    @property
+    def _patch(self) -> Patch | None:
+        """The patch of the model that is trained."""
+        held = [*outermost_models(self.trainer.model).values()]
+        return status(held[0]) if len(held) == 1 else None
 
-    def _count(self, passes: Passes) -> None:
-        self.batches, self.passes = self.batches + 1, self.passes + len(passes)
-        self.tokens, self.lengths = self.tokens + int(passes.tokens.sum()), self.lengths + int(passes.lengths.sum())
-        self.padded_tokens += passes.padded_tokens
+    @contextlib.contextmanager
+    def _counted(self) -> Iterator[None]:
+        """Count what the model that is trained computes."""
+        budget: Any = getattr(self._patch, "budget", None)
+        if budget is None:
+            yield
+            return
+        before, budget.counts = budget.counts, self.counts
+        try:
+            yield
+        finally:
+            budget.counts = before
 
-    # --- cutting -----------------------------------------------------------------------------------------------------
+    @contextlib.contextmanager
+    def _without_budget(self) -> Iterator[None]:
+        """Let the model that is trained compute what it is given at once, as it is a pass already."""
+        patch: Any = self._patch
+        budget, patch.budget = patch.budget, None
+        try:
+            yield
+        finally:
+            patch.budget = budget
 
-    def _cut(self, loss: Loss, model: Any, inputs: Mapping[str, Any]) -> Passes:
-        """The passes of a batch, as many on every rank, because ranks meet in each of them."""
-        group = self.shares.group(inputs)
-        units = units_of(inputs, group, self.shapes)
-        exceeds = bool(self.shares.more * units.tokens.sum() > self.max_tokens)
-        met = of_all_ranks((exceeds, float(example_costs(units.tokens).sum())))
-        self.costs.append([cost for _, cost in met])
-        if not self.shares.looked or any(each for each, _ in met):  # the first batch shows how much is computed
-            _require_last_backwards(self.trainer.accelerator)
-            self.shares.look(loss, model, inputs)
-            if self.shares.group(inputs) != group:
-                units = units_of(inputs, self.shares.group(inputs), self.shapes)
-        budget = max(int(self.max_tokens / self.shares.more), 1)
-        if self.shares.undecided and len(units.tokens) > 1:
-            budget, units = max(budget, int(units.tokens.sum())), replace(units, most=None)
-        return of_units(units, budget, self.too_long, every_rank=True)
+    def _say(self, why: str) -> None:
+        """Log once in which way batches are computed, and why."""
+        if why == self.why_exact:
+            return
+        self.why_exact = why
+        way = f"twice, and its loss sees the whole batch: {why}" if why else "once: its loss is a sum over tokens"
+        logger.warning(
+            "fa2patch: %s computes its batches in passes of at most %d tokens, each of them %s.",
+            type(self.trainer).__name__, self.max_tokens, way,
+        )  # fmt: skip
 
-    # --- computing ---------------------------------------------------------------------------------------------------
+    # --- a loss that is a sum, pass by pass ---------------------------------------------------------------------------
 
-    def _losses(self, loss: Loss, model: Any, inputs: Mapping[str, Any], passes: Passes) -> Iterator[torch.Tensor]:
-        """The weighed losses of passes. Each is computed where it is asked for, and its backward follows."""
-        share = self.shares.share or Share(1, "sum")
-        sizes = [len(units) for units in passes.units]
-        total, before = share.divisor(inputs, sum(sizes)), trainer_notes.lists(self.trainer)
-        for at, size in enumerate(sizes):
-            batch = passes[at]
-            # a pass without documents is there for the other ranks; its loss, as that without labels, may be no number
-            weight = share.divisor(batch, size) / total if total and size else 0.0
-            with self._accumulating(model) if at + 1 < len(sizes) else contextlib.nullcontext():
+    def _begins(self, compute: Loss, model: Any, inputs: Mapping[str, Any]) -> bool:
+        """Compute the loss of a batch's first pass, and keep the others for the backward. False if it is no sum."""
+
+        def loss(batch: Any) -> torch.Tensor:
+            with self._without_budget(), self.trainer.compute_loss_context_manager():
+                return compute(copy.copy(batch))  # a copy, because trainers take labels out of what they are given
+
+        units = units_of(inputs, self.shapes)
+        passes = of_units(units, self.max_tokens, self.too_long, every_rank=True)
+        if self.why_exact is None:
+            with eagerly(), self._accumulating(model):  # a compiled graph says nothing of what is in it
+                if known_losses.factor_of_sum(loss(passes[0])) is None:
+                    return False
+        self.counts.add(units.tokens, len(passes), int(passes.lengths.sum()), passes.padded_tokens)
+        self._rest = self._losses(loss, model, passes)
+        self._first = next(self._rest)
+        return True
+
+    def _losses(self, loss: Loss, model: Any, passes: Passes) -> Iterator[torch.Tensor]:
+        """The losses of passes. Each is computed where it is asked for, and its backward follows."""
+        factors = set()
+        for at, batch in enumerate(passes):
+            with self._accumulating(model) if at + 1 < len(passes) else contextlib.nullcontext():
                 found = loss(batch)
-                yield found * weight if weight else torch.where(found.isfinite(), found, 0.0) * weight
-        trainer_notes.merge(self.trainer, before, sizes)
+                factors.add(known_losses.factor_of_sum(found))
+                if len(factors) > 1 or (None in factors and not known_losses.is_compiled(found)):
+                    raise Fa2PatchError(
+                        f"max_tokens: expected that the loss of {type(self.trainer).__name__} stays a sum over tokens, "
+                        f"divided by one number, as it was in its first batch; found another in pass {at + 1} of "
+                        f"{len(passes)}. Please report it."
+                    )
+                yield found
 
     def _backward(self, backward: Callable[..., Any], loss: torch.Tensor, **options: Any) -> None:
         """Compute the passes' gradients. The trainer logs the value of ``loss``, so it becomes that of all passes."""
@@ -189,31 +222,3 @@ class TokenBudget:
                 yield
         finally:
             state._set_sync_gradients(synchronises)
-
-
-def require_training_step(trainer: type[Any]) -> None:
-    """Require that a class of trainers trains with ``Trainer.training_step``, in which batches are cut.
-
-    Raises:
-        BadArgument: It has a loop of its own, as TRL's first RLOOTrainer has.
-    """
-    for cls in trainer.__mro__:
-        train = vars(cls).get("train")
-        code = None if train is None else getattr(inspect.unwrap(train), "__code__", None)
-        if train is not None and "training_step" in vars(cls):
-            return
-        if code is not None and "__class__" not in code.co_freevars:  # it calls no super().train()
-            raise BadArgument(
-                f"max_tokens: expected a trainer that trains with Trainer.training_step, found {cls.__name__}.train, "
-                "which is a loop of its own. Leave max_tokens out, or cut batches with fa2patch.packing.passes."
-            )
-
-
-def _require_last_backwards(accelerator: Any) -> None:
-    """Require that DeepSpeed can be told which backward is a step's last: older accelerate steps after each."""
-    engine = getattr(accelerator, "deepspeed_engine_wrapped", None)
-    if engine is not None and "sync_gradients" not in inspect.signature(engine.backward).parameters:
-        raise Fa2PatchError(
-            "max_tokens: expected an accelerate that tells DeepSpeed which backward is the last of a step, found one "
-            f"whose {type(engine).__name__}.backward takes no sync_gradients. Upgrade accelerate."
-        )

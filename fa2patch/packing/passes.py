@@ -1,7 +1,7 @@
 """Cutting of a batch into passes: what is learned in a step stays the mini-batch, and a budget says how it is computed.
 
-A batch consists of units that are never cut: the documents of a packed row, the rows of a padded batch (or pairs of
-them), or the examples of a list. A pass is a batch of the same kind with some of the units.
+A batch consists of units that are never cut: the documents of a packed row, the rows of a padded batch, or the examples
+of a list. A pass is a batch of the same kind with some of the units.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from ..documents.find import recognise
 from ..documents.names import IGNORED_LABEL, LABELS, LENGTHS, LOSS_LABELS, PARENTS, REAL, TOKENS, MediaRow
 from ..documents.stated import from_cu_seqlens
 from ..errors import PackingError
-from .dealing import capped, deal
+from .dealing import capped, deal, example_costs
 from .plans import as_lengths, check_budget, plan
+from .samplers import imbalance
 from .still_shapes import PLAIN, StillShapes
 from .strategies import Ints
 from .streaming import token_count
@@ -100,6 +101,47 @@ class Passes(Sequence[Any]):
         return np.array([np.argmin(np.where(tokens > 0, tokens, tokens.max()))])
 
 
+class Counts:
+    """What was computed in passes since the last log.
+
+    Attributes:
+        batches, passes, tokens: Numbers of batches, of their passes and of their tokens.
+        lengths: The tokens of the passes with the padding of still shapes.
+        padded_tokens: The tokens that the batches came with.
+        costs: The cost of each batch on this rank, tokens and attention.
+    """
+
+    def __init__(self) -> None:
+        self.batches = self.passes = self.tokens = self.lengths = self.padded_tokens = 0
+        self.costs: list[float] = []
+
+    def add(self, units: Ints, passes: int, lengths: int, padded_tokens: int) -> None:
+        """Count a batch of units with so many tokens, int64 ``[units]``."""
+        self.batches, self.passes, self.tokens = self.batches + 1, self.passes + passes, self.tokens + int(units.sum())
+        self.lengths, self.padded_tokens = self.lengths + lengths, self.padded_tokens + padded_tokens
+        self.costs.append(float(example_costs(units).sum()))
+
+    def logs(self, seconds: float, still: bool) -> dict[str, float]:
+        """Return what a trainer logs of so many seconds. All ranks call this together.
+
+        Args:
+            seconds: The time since the last log.
+            still: Whether passes have the padding of still shapes.
+        """
+        found = {
+            "passes_per_batch": round(self.passes / self.batches, 3),
+            "tokens_per_second": round(self.tokens / seconds, 1),
+            "padding_avoided": round(1 - self.tokens / max(self.padded_tokens, self.tokens), 4),
+        }
+        if still:
+            found["padding_of_passes"] = round(1 - self.tokens / max(self.lengths, self.tokens), 4)
+        of_ranks = of_all_ranks(self.costs)
+        if len(of_ranks) > 1:
+            batches = min(map(len, of_ranks))
+            found["imbalance_over_ranks"] = round(imbalance(np.array([costs[:batches] for costs in of_ranks]).T), 4)
+        return found
+
+
 def passes(
     batch: Any,
     max_tokens: int,
@@ -160,7 +202,7 @@ def passes(
             known; or the shapes of passes are to stand still, and the batch is no packed row.
     """
     shapes = StillShapes(check_budget(max_tokens), pad_to_multiple_of, max_documents, longest_document)
-    return of_units(units_of(batch, shapes=shapes), max_tokens, too_long, every_rank)
+    return of_units(units_of(batch, shapes), max_tokens, too_long, every_rank)
 
 
 def of_units(units: Units, max_tokens: int, too_long: str = "error", every_rank: bool = False) -> Passes:
@@ -171,7 +213,7 @@ def of_units(units: Units, max_tokens: int, too_long: str = "error", every_rank:
     else:
         (found,) = deal(tokens, 1, max_tokens).passes
         found = found if units.most is None else _of_few(found, tokens, max_tokens, units.most)
-    number = max(of_all_ranks(len(found))) if every_rank else len(found)
+    number = agreed(len(found)) if every_rank else len(found)
     if number > len(found) and (units.padded or units.most is not None):
         found = _divided(found, number)
     elif number > len(found):
@@ -205,6 +247,27 @@ def _divided(found: Sequence[Ints], number: int) -> list[Ints]:
     return divided
 
 
+def agreed(number: int, why: str = "") -> int:
+    """Return the number of passes that every rank makes: as many as the one that needs most.
+
+    Args:
+        number: Those that this rank needs; 0 if it cannot cut its batch.
+        why: Why it cannot.
+
+    Raises:
+        PackingError: On every rank, if one needs several and another cannot cut its batch.
+    """
+    met = of_all_ranks((number, why))
+    most = max(each for each, _ in met)
+    whole = next((why for each, why in met if not each), None)
+    if most > 1 and whole is not None:
+        raise PackingError(
+            f"max_tokens: the model is sharded, so that all ranks make as many passes. A rank needs {most} of them, and "
+            f"another one cannot cut its batch: {whole}. Give every rank packed batches, or leave max_tokens out."
+        )
+    return most
+
+
 def of_all_ranks(value: Any) -> list[Any]:
     """Return the value of each rank of ``torch.distributed``, in their order; this one alone if there are no ranks."""
     if not (dist.is_available() and dist.is_initialized()):
@@ -227,13 +290,8 @@ def _without_labels(batch: Any) -> Any:
 # --- batches as units ------------------------------------------------------------------------------------------------
 
 
-def units_of(batch: Any, group: int = 1, shapes: StillShapes = PLAIN) -> Units:
-    """Return a batch as its units; see :func:`passes`.
-
-    Args:
-        group: The number of rows of a padded batch that make a unit: row i, i + n, i + 2 n, ... with n units.
-        shapes: The shapes of the passes.
-    """
+def units_of(batch: Any, shapes: StillShapes = PLAIN) -> Units:
+    """Return a batch as its units, in passes of these shapes; see :func:`passes`."""
     if not isinstance(batch, Mapping):
         return _of_examples(batch, shapes)
     ids = next((batch[name] for name in TOKENS if isinstance(batch.get(name), torch.Tensor)), None)
@@ -249,7 +307,7 @@ def units_of(batch: Any, group: int = 1, shapes: StillShapes = PLAIN) -> Units:
             "batch. Collate with fa2patch.DataCollatorWithFlattening(return_flash_attn_kwargs=True), or leave "
             "pad_to_multiple_of, max_documents and longest_document out."
         )
-    return _of_rows(batch, group)
+    return _of_rows(batch)
 
 
 def _of_examples(batch: Any, shapes: StillShapes) -> Units:
@@ -402,40 +460,36 @@ _STATED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 # --- padded batches --------------------------------------------------------------------------------------------------
 
 
-def _of_rows(batch: Mapping[str, Any], group: int) -> Units:
-    """The rows of a padded batch, or groups of ``group`` rows: with n groups, the rows i, i + n, ... for each i."""
+def _of_rows(batch: Mapping[str, Any]) -> Units:
+    """The rows of a padded batch."""
     tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor) and value.dim()}
     if not tensors:
         raise PackingError(
             f"batch: expected tensors with one row for each example, found {', '.join(map(str, batch))}."
         )
     rows = max(len(value) for value in tensors.values())
-    wrong = [name for name, value in tensors.items() if len(value) not in (rows, rows // group)]
-    if wrong or rows % group:
-        shapes = {name: list(tensors[name].shape) for name in wrong or tensors}
+    wrong = {name: list(value.shape) for name, value in tensors.items() if len(value) != rows}
+    if wrong:
         raise PackingError(
-            f"batch: expected tensors with {rows} rows, one for each example{f', in {group} parts' * (group > 1)}, "
-            f"found {shapes}, whose part of a pass is not known. Leave them out, or cut the list of examples into "
-            "passes and collate each."
+            f"batch: expected tensors with {rows} rows, one for each example, found {wrong}, whose part of a pass is "
+            "not known. Leave them out, or cut the list of examples into passes and collate each."
         )
     tokens, padded_tokens = _tokens(tensors, rows)
-    tokens = tokens.reshape(group, -1).sum(0)
     labels = tensors.get("labels")
     learned = None
     if labels is not None and labels.dim() == 2 and labels.shape == tensors.get("input_ids", labels).shape:
-        learned = (labels[:, 1:] != IGNORED_LABEL).sum(1).cpu().numpy().reshape(group, -1).sum(0)
+        learned = (labels[:, 1:] != IGNORED_LABEL).sum(1).cpu().numpy()
 
     def take(chosen: Ints) -> dict[str, Any]:
-        units = torch.from_numpy(chosen)
-        at = torch.cat([units + part * len(tokens) for part in range(group)])
-        return _without_padding({name: _rows(value, rows, at, units) for name, value in batch.items()}, len(at))
+        at = torch.from_numpy(chosen)
+        return _without_padding({name: _rows(value, rows, at) for name, value in batch.items()}, len(at))
 
     return Units(tokens, learned, take, padded=True, padded_tokens=padded_tokens)
 
 
-def _rows(value: Any, rows: int, at: torch.Tensor, units: torch.Tensor) -> Any:
+def _rows(value: Any, rows: int, at: torch.Tensor) -> Any:
     if isinstance(value, torch.Tensor) and value.dim():
-        return value[(at if len(value) == rows else units).to(value.device)]
+        return value[at.to(value.device)]
     if isinstance(value, (list, tuple)) and len(value) == rows:
         return type(value)([value[index] for index in at.tolist()])
     return value

@@ -91,8 +91,14 @@ class PaddedBatches:
             args, kwargs: The arguments of the call.
             names: The names of positional arguments.
         """
-        if len(args) > len(names) or compiling():
+        if len(args) > len(names):
             return forward(module, args, kwargs)
+        if compiling():
+            if not _exceeds(module, {**dict(zip(names, args)), **kwargs}):
+                return forward(module, args, kwargs)
+            from ..upstream.passes import outside_graphs  # a budget has imported it
+
+            return outside_graphs(self.computed, forward, module, args, kwargs, names)
         head = head_calls.head_of(module)
         row = self._one_row(module, {**dict(zip(names, args)), **kwargs}, head)
         if isinstance(row, str):
@@ -171,7 +177,11 @@ class PaddedBatches:
 def _as_one_row(base: Any, call: Call, share: bool, head: head_calls.HeadCall | None) -> _OneRow:
     """A padded batch as one packed row, with one read from the device."""
     patch: Patched | None = base.__dict__.get(MARK)
-    if patch is None or not _may_be_padded(call):
+    if patch is None:
+        raise _AsItCame
+    if patch.budget is not None:
+        call = _with_mask(call)
+    if not _may_be_padded(call):
         raise _AsItCame
     _require_readable(call)
     if row_part(base, call) is not None:
@@ -200,15 +210,32 @@ def _as_one_row(base: Any, call: Call, share: bool, head: head_calls.HeadCall | 
         prefixes = shared_prefixes(rows.common, rows.lengths)
     else:
         prefixes = unshared(rows.lengths.tolist())
-    if (rows.lengths == mask.shape[1]).all() and not prefixes.shared:
+    if (rows.lengths == mask.shape[1]).all() and not prefixes.shared and patch.budget is None:
         raise _AsItCame
     described, layout = packed_row(mask.shape, rows, prefixes, tokens.device)
     packed = {name: layout.packed(v) if _per_token(v, mask.shape) else v for name, v in call.items()}
     if given is None:
         packed["position_ids"] = described["position_ids"] + first
     call = {**described, **packed}
-    call["position_ids"] = attached.attach(call["position_ids"], attached.Piece(attached.PADDING, True))
+    call["position_ids"] = attached.attach(call["position_ids"], attached.Piece(attached.PADDING, mask.numel()))
     return _OneRow(call, layout, real, padding)
+
+
+def _exceeds(base: Any, call: Call) -> bool:
+    """Whether a call may be of a padded batch with more tokens than the model's budget."""
+    patch: Patched | None = base.__dict__.get(MARK)
+    tokens = next(iter(passed(call, TOKENS).values()), None)
+    if patch is None or patch.budget is None or tokens is None:
+        return False
+    return tokens.shape[:2].numel() > patch.budget.max_tokens
+
+
+def _with_mask(call: Call) -> Call:
+    """A call of rows without padding and without a mask with a mask of ones, so that they can be computed in passes."""
+    tokens = next(iter(passed(call, TOKENS).values()), None)
+    if tokens is None or passed(call, ("attention_mask", "position_ids")) or tokens.dim() < 2:
+        return call
+    return {**call, "attention_mask": tokens.new_ones(tokens.shape[:2], dtype=torch.long)}
 
 
 def _may_be_padded(call: Call) -> bool:

@@ -17,7 +17,7 @@ from ..errors import BadArgument, LayerNotPatchable, UnsupportedNumPy, Unsupport
 from ..upstream import foreign
 from ..upstream.find_layers import ModelLayers
 from ..upstream.find_models import transformers_model, walked_once
-from ..upstream.step import MARK
+from ..upstream.step import MARK, Budgeted
 from . import padding
 from .model_plan import plan_model
 from .state import Patch
@@ -33,6 +33,8 @@ def apply(
     architecture: str | None = None,
     prove: bool | str | None = None,
     padded_batches: bool | None = None,
+    max_tokens: int | None = None,
+    too_long: str = "error",
 ) -> Patch:
     """Patch a model in place, so that it computes each document of a packed batch by itself.
 
@@ -69,6 +71,13 @@ def apply(
             row (``BertForSequenceClassification``) can be used only so. If the head reads hidden states of padding, the
             batch stays padded. For a new patch, it is True if ``model`` holds a tokenizer, as the models of
             sentence-transformers do, because these make padded batches themselves.
+        max_tokens: a budget of tokens. A packed batch with more tokens, or a padded one that is computed packed, is
+            computed in as few passes of whole documents as fit, each a checkpoint: between forward and backward only
+            its inputs and hidden states are kept, and the backward computes it once more. Whatever is around the base
+            model, a head, a loss, a trainer, sees the whole batch, so that every loss is that of the whole batch. A
+            batch that cannot be cut is computed at once, with a warning (``OverBudget``).
+        too_long: what to do with a document that is longer than ``max_tokens``: ``"error"``, or ``"alone"`` to give it
+            a pass of its own.
 
     Returns:
         The model's :class:`Patch`.
@@ -81,13 +90,25 @@ def apply(
         UnknownArchitecture: the registry has no row of this name.
         UnknownKernel, KernelUnavailable: there is no such kernel, or it cannot run on this machine.
         BadArgument: ``prove`` or ``padded_batches`` is none of its values.
+        PackingError: ``max_tokens`` or ``too_long`` is none of its values.
     """
     _check_transformers()
     _check_numpy()
     added.load()
     _check_options(kernel, prove, padded_batches)
+    budget = None if max_tokens is None else budget_of(max_tokens, too_long)
     with walked_once():
-        return _applied(model, kernel, architecture, prove, padded_batches)
+        patch = _applied(model, kernel, architecture, prove, padded_batches)
+    if budget is not None:
+        patch.budget = budget
+    return patch
+
+
+def budget_of(max_tokens: int, too_long: str, shapes: Any = None) -> Budgeted:
+    """How many tokens a model computes at once; see :func:`apply`, and ``StillShapes`` for ``shapes``."""
+    from ..upstream import passes  # and with it the packing, which few models need
+
+    return passes.Budget(max_tokens, too_long, *([] if shapes is None else [shapes]))
 
 
 def _applied(

@@ -19,7 +19,7 @@ from ..upstream.calls import refuse_recording
 from ..upstream.find_layers import Layer, ModelLayers
 from ..upstream.find_models import models, named_modules, walked_once
 from ..upstream.forward import entered
-from ..upstream.step import MARK, ROLE, Trait
+from ..upstream.step import MARK, ROLE, Budgeted, Trait
 from . import examining
 from .model_plan import ModelPlan, plan_model
 from .padding import of_model
@@ -64,6 +64,7 @@ class Patch:
         examination: the state of the examination on packed batches.
         unpacked: the number of training batches without document information; None stops the count.
         padded_batches: the argument of ``apply``; None if it was not given.
+        budget: how many tokens are computed at once; None for no limit.
         vouched: whether the last packed batch reached every layer in ``attention``.
         skips: whether a packed batch has missed a layer, so that the layers that run are recorded.
         named: the ``architecture`` argument of ``apply``.
@@ -85,6 +86,7 @@ class Patch:
         self.rehooked: list[tuple[Any, str, Any]] = []
         self.unpacked: int | None = 0
         self.padded_batches: bool | None = None
+        self.budget: Budgeted | None = None
         self._take(planned)
         self.examination = examining.begun(self, prove, layers)
 

@@ -22,6 +22,7 @@ from ..documents.trees import Tree
 from ..errors import BadBatch, Fa2PatchError, PackingNotIsolated
 from ..upstream import inspecting
 from ..upstream.find_models import is_sharded, makes_its_batches, models, token_embeddings, transformers_model
+from ..upstream.forward import proof
 from ..upstream.step import MARK
 from . import locate
 from .inputs import RowSlice, checked, example, on_its_own, require_same_on_every_rank, slices_of, text_tokens
@@ -94,7 +95,7 @@ def verify(
     slices = slices_of(given)
     require_same_on_every_rank(inner, slices)
     unexamined = patch.examination.paused() if patch is not None else contextlib.nullcontext()
-    with whole(model, inner, patch is not None) as run, left_as_it_was(model), unexamined:
+    with whole(model, inner, patch is not None) as run, left_as_it_was(model), unexamined, proof():
         measured = Measurements(run, inner, patch is not None, given, slices, max_documents)
         measured.measure()
         found = _verification(measured)

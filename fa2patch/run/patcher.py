@@ -19,8 +19,8 @@ from .._torch import is_no_verdict
 from .._types import Function
 from ..binding import ABSENT, bind, release
 from ..data.packed_trainer import PACKS, held_models, pack_models
-from ..data.token_budget import TokenBudget, require_training_step
-from ..errors import BadArgument, Fa2PatchError, KernelUnavailable, NotAModel, UnknownKernel
+from ..data.token_budget import TokenBudget
+from ..errors import Fa2PatchError, KernelUnavailable, NotAModel, UnknownKernel
 from ..patch.applying import apply, status
 from ..patch.padding import of_model, pack_padded_batches
 from ..patch.state import Patch
@@ -224,8 +224,6 @@ class Patcher:
 
     def _trainer_constructed(self, trainer: Any, outermost: bool) -> None:
         self._patch_inside(getattr(trainer, "model", None))
-        if outermost and self.options.max_tokens is not None:
-            self._cut(trainer, self.options.max_tokens)
         padded = _pads(trainer) or (self.options.max_tokens is not None and not self.options.collate)
         if outermost and self.options.pack and padded and not hasattr(trainer, PACKS):
             self._pack(trainer)
@@ -233,6 +231,8 @@ class Patcher:
             own_loader = flattening.replaced(trainer, ["get_train_dataloader"])
             if own_loader:
                 self._tell_once(trainer, own_loader)
+        if outermost and self.options.max_tokens is not None:
+            self._cut(trainer, self.options.max_tokens)
 
     def _patch_inside(self, model: Any) -> None:
         with contextlib.suppress(NotAModel):
@@ -246,6 +246,8 @@ class Patcher:
                 self._patch_inside(model)
                 if trainer in self._packing and status(model) is not None:
                     pack_padded_batches(model, share_prompts=True)
+                if hasattr(trainer, "token_budget"):
+                    trainer.token_budget.give(model)
             return model
 
         return call_model_init
@@ -273,15 +275,13 @@ class Patcher:
             say(f"{name} computes padded batches of {', '.join(attributes)} padded: {reason}")
 
     def _cut(self, trainer: Any, max_tokens: int) -> None:
-        """Let a trainer compute its batches in passes, and print that it does, or why it does not."""
+        """Let a trainer compute its batches in passes, and print that it does."""
         if hasattr(trainer, "token_budget"):  # packed_trainer made it
             return
-        try:
-            require_training_step(type(trainer))
-        except BadArgument as error:
-            say(f"{type(trainer).__name__} trains without --max-tokens: {error.message}")
-            return
-        trainer.token_budget = TokenBudget(trainer, max_tokens)
+        trainer.token_budget = TokenBudget(max_tokens)
+        trainer.token_budget.install(trainer)
+        for model in {model for value in vars(trainer).values() for model in held_models(value)}:
+            trainer.token_budget.give(model)
         self._say_unless_quiet(
             f"{type(trainer).__name__} computes each batch in passes of at most {max_tokens} tokens: the same "
             "mini-batches, the same steps, the same losses."

@@ -30,7 +30,8 @@ POSITIONS = "_fa2patch_positions"
 """On ``input_ids`` or ``inputs_embeds``: the position ids, for embeddings that take none."""
 
 PADDING = "_fa2patch_padding"
-"""On ``position_ids``: that the row was a padded batch, so that models around this one see padded hidden states."""
+"""On ``position_ids``: that the row was a padded batch, of so many tokens with its padding. Models around this one see
+padded hidden states."""
 
 GIVEN = "_fa2patch_given"
 """On labels of a Trainer's batch: those that it was given, before some of them were ignored."""
@@ -68,6 +69,22 @@ def attach(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
         if riding is not None:
             setattr(carrying, kind, riding)
     return carrying
+
+
+def attach_again(whole: torch.Tensor, part: torch.Tensor, contents: dict[str, Any]) -> torch.Tensor:
+    """Return a part of a tensor with the pieces that the whole carries, and count these as taken.
+
+    Args:
+        whole: the tensor.
+        part: its part, which carries nothing.
+        contents: by kind, what the part carries in the place of the whole's content.
+    """
+    for kind in _BESIDE:
+        piece: Piece | None = getattr(whole, kind, None)
+        if piece is not None:
+            piece.delivered = True
+            part = attach(part, Piece(kind, contents.get(kind, piece.content)))
+    return part
 
 
 def take(tensor: object, kind: str) -> Any:

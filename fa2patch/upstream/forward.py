@@ -13,7 +13,7 @@ import functools
 import inspect
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -52,15 +52,7 @@ def entered(original: Function) -> Function:
             call = {**call, **piece.content.whole}
         step = Step(self, patch, role, calls, args, call)
         _recognise(step)
-        prepare(step)
-        if step.mask is None:
-            output = _dense(step)
-        elif step.handed:
-            output = _handed(step, step.mask)
-        elif step.places:
-            output = _placed(step, step.mask)
-        else:
-            output = _sent_inside(step, step.mask)
+        output = _computed(step) if patch.budget is None else patch.budget.computed(step, _computed)
         for trait, found in patch.after:
             output = trait.after(step, found, output)
         output = heads.after(step, output)
@@ -82,6 +74,16 @@ def entered(original: Function) -> Function:
         extra = inspect.Parameter("position_ids", inspect.Parameter.KEYWORD_ONLY, default=None)
         inspecting.show_parameters(forward, [*inspecting.parameters(original), extra])
     return forward
+
+
+def _computed(step: Step) -> Any:
+    """Take a batch, or a pass of it, from its boundaries to the output of the model's own forward."""
+    prepare(step)
+    if step.mask is None:
+        return _dense(step)
+    if step.handed:
+        return _handed(step, step.mask)
+    return _placed(step, step.mask) if step.places else _sent_inside(step, step.mask)
 
 
 # 2. What the batch says of documents: an outer model has found it, or it is looked for
@@ -248,16 +250,28 @@ class _Thread(threading.local):
         times: how often a base model's patched forward was entered.
         inside: ``(patch, position_ids, attention_mask)`` of each dense batch being computed, the outermost first.
         ran: the ``id`` of each module that has run, if that is recorded.
+        proves: whether a batch is run in order to prove it: what is computed is no user's batch.
     """
 
     times = 0
     ran: set[int] | None = None
+    proves = False
 
     def __init__(self) -> None:
         self.inside: list[Any] = []
 
 
 thread = _Thread()
+
+
+@contextlib.contextmanager
+def proof() -> Iterator[None]:
+    """Run models in order to prove something: inside, no batch is examined or cut into passes."""
+    before, thread.proves = thread.proves, True
+    try:
+        yield
+    finally:
+        thread.proves = before
 
 
 def _dense(step: Step) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Callable, NamedTuple, Protocol
 
 import torch
 
@@ -68,8 +68,19 @@ class Trait:
         return output
 
 
+class Budgeted(Protocol):
+    """A budget of tokens, as a forward uses it: see :class:`fa2patch.upstream.passes.Budget`."""
+
+    max_tokens: int
+
+    def computed(self, step: Step, compute: Callable[[Step], Any]) -> Any:
+        """Compute a forward, of which ``compute`` computes a part, in passes."""
+
+
 class Patched(Protocol):
     """A patch, as a forward uses it: see :class:`fa2patch.Patch`."""
+
+    budget: Budgeted | None
 
     model: Model
     picks: Picks

@@ -1,0 +1,115 @@
+"""Losses whose passes add up to the loss of the batch: those of Transformers' own code that are sums over tokens.
+
+A loss that may be computed pass by pass needs no second forward. What user's code computes is not known, so only this is
+taken for such a loss: ``Trainer.compute_loss`` as Transformers wrote it, around a model of known code, of which torch's
+graph shows that what it returns is a factor times a sum of ``nll_loss``, with one factor in all passes. The factor is
+1 / ``num_items_in_batch``, a number of the whole step. Each label belongs to one token of one pass, so the sum over the
+batch is the sum over its passes, and so are the gradients.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from ..patch.state import Patch
+from ..proof.unknown import unknown
+from ..upstream.find_layers import ModelLayers
+
+COMPUTE_LOSS = {
+    "11c60f2eae90442f": "4.46",
+    "f2417bd908cdc6d9": "4.49",
+    "bdedc854d5ea367f": "4.53",
+    "a8e01b2818b53b24": "4.54",
+    "8e001418195322ae": "4.56",
+    "a632e3220093cdfe": "4.57",
+    "0ae6aa61c231fa7a": "5.0",
+    "c3e7765e0a2ac18a": "5.2",
+    "65f96c374f8a85e3": "5.3",
+    "d69530b75a519003": "5.10",
+    "784a390428b9dabb": "5.15",
+    "160dea726d2f28bd": "5.17",
+}
+"""Digests of the source of ``Trainer.compute_loss``, each with the first release of Transformers that has it.
+
+Before 4.46, a loss is divided by a number of the batch.
+"""
+
+_SUM = 2
+"""The number of ``reduction="sum"`` in torch's graphs (``at::Reduction``)."""
+
+_SAME_VALUE = ("ToCopyBackward0", "ViewBackward0", "AliasBackward0", "_DDPSinkBackward")
+"""Nodes of a graph behind which stands the same number."""
+
+
+def digest(function: Any) -> str:
+    """Return the digest of a function's source; a changed line, or a changed comment, makes another one."""
+    try:
+        source = inspect.getsource(inspect.unwrap(function))
+    except (OSError, TypeError):  # made by exec, or in C
+        return ""
+    return hashlib.sha256(source.encode()).hexdigest()[:16]
+
+
+def why_unknown(trainer: Any, compute: Any, patch: Patch | None, given: dict[str, Any]) -> str:
+    """Return why a trainer's loss is not known to be a sum over tokens; empty if its graph may show that it is.
+
+    Args:
+        trainer: The trainer.
+        compute: Its ``compute_loss``.
+        patch: The patch of its model.
+        given: The arguments of the call by keyword.
+    """
+    name = type(trainer).__name__
+    if digest(compute) not in COMPUTE_LOSS:
+        return f"{name}.compute_loss is none that is known"
+    if _file(type(trainer).training_step) != _file(compute):
+        return f"{name} has a training_step of its own"
+    engine = getattr(trainer.accelerator, "deepspeed_engine_wrapped", None)
+    if engine is not None and "sync_gradients" not in inspect.signature(engine.backward).parameters:
+        return "this accelerate cannot tell DeepSpeed which backward is the last of a step"
+    if given.get("num_items_in_batch") is None:
+        return "its loss is divided by a number of the batch, and not by one of the step"
+    if getattr(trainer, "compute_loss_func", None) is not None or getattr(trainer, "label_smoother", None) is not None:
+        return f"{name} has a compute_loss_func or smooths labels"
+    held = "a model that is not patched" if patch is None else unknown(ModelLayers(patch.model))
+    return f"its model holds {held}" if held else ""
+
+
+def _file(function: Any) -> str:
+    return str(inspect.unwrap(function).__code__.co_filename)
+
+
+def factor_of_sum(loss: torch.Tensor) -> float | None:
+    """Return f for a loss that is f times a sum of ``nll_loss``, as torch's graph says; None for any other one."""
+    factor = 1.0
+    for node in _chain(loss):
+        name = node.name()
+        if name == "NllLossBackward0":
+            return factor if node._saved_reduction == _SUM else None
+        if name in ("MulBackward0", "DivBackward0"):
+            by = node._saved_other
+            if by is None or by.numel() != 1:
+                return None
+            factor *= float(by) if name == "MulBackward0" else 1 / float(by)
+        elif name not in _SAME_VALUE:
+            return None
+    return None
+
+
+def is_compiled(loss: torch.Tensor) -> bool:
+    """Whether a loss comes out of a compiled graph, which says nothing of what is in it."""
+    return any(node.name().startswith("CompiledFunction") for node in _chain(loss))
+
+
+def _chain(loss: torch.Tensor) -> Iterator[Any]:
+    """The nodes of a loss's graph from its end, as long as each depends on one other node."""
+    node: Any = loss.grad_fn
+    while node is not None:
+        yield node
+        behind = [each for each, _ in node.next_functions if each is not None]
+        node = behind[0] if len(behind) == 1 else None

@@ -1,0 +1,389 @@
+"""A packed batch of more tokens than a budget, computed by its base model in passes of whole documents.
+
+Each pass is a checkpoint: between its forward and its backward only its inputs and outputs are kept, and its backward
+computes it once more. What is around the base model, a head and a loss, gets the hidden states of all documents at
+once, as without passes. So nothing has to be known of the loss.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Callable, NamedTuple
+
+import numpy as np
+import torch
+from torch._C._dynamo.eval_frame import set_eval_frame
+from torch.utils.checkpoint import checkpoint
+
+from .._types import Call
+from ..documents.boundaries import Boundaries
+from ..documents.names import LENGTHS, MEDIA, PARENTS
+from ..errors import OverBudget
+from ..packing.dealing import capped
+from ..packing.passes import Counts, Units, agreed, of_units
+from ..packing.plans import check_budget
+from ..packing.still_shapes import PLAIN, StillShapes
+from . import attached, caches
+from .find_models import is_sharded
+from .forward import thread
+from .packed_mask import PackedMask
+from .step import Step
+
+
+@dataclass
+class Budget:
+    """How many tokens a base model computes at once, and what that led to.
+
+    Attributes:
+        max_tokens: the most tokens of a pass.
+        too_long: what is done with a document that is longer: ``"error"``, or ``"alone"`` for a pass of its own.
+        shapes: the shapes of passes, if they are not those of their documents.
+        counts: what was computed with gradients; None if nobody asks.
+        warned: why batches were computed at once all the same.
+    """
+
+    max_tokens: int
+    too_long: str = "error"
+    shapes: StillShapes = PLAIN
+    counts: Counts | None = None
+    warned: set[str] = field(default_factory=set)
+    _whole: str = ""
+
+    def __post_init__(self) -> None:
+        check_budget(self.max_tokens)
+        capped(np.zeros(0, np.int64), self.max_tokens, self.too_long)
+
+    def _warn(self, why: str) -> None:
+        """Warn the first time that batches are computed at once for this reason."""
+        if why not in self.warned:
+            self.warned.add(why)
+            warnings.warn(
+                f"max_tokens={self.max_tokens}: a batch is computed at once, however many tokens it has, and so are "
+                f"others like it: {why}. The results are right, and need the memory of the whole batch.",
+                OverBudget,
+                stacklevel=2,
+            )
+
+    def computed(self, step: Step, compute: Callable[[Step], Any]) -> Any:
+        """Compute a forward: that of a base model in passes, if its batch is over the budget.
+
+        Args:
+            step: the forward, which has found its boundaries and has not begun to prepare its call.
+            compute: computes a forward from there on, up to the model's own output.
+        """
+        if not step.role.innermost or thread.proves:
+            return compute(step)
+        if step.captured:
+            rows = step.mask.shape[0] * step.mask.shape[1] if step.mask is not None else 0
+            return outside_graphs(self._computed, step, compute) if rows > self.max_tokens else compute(step)
+        return self._computed(step, compute)
+
+    def _computed(self, step: Step, compute: Callable[[Step], Any]) -> Any:
+        passes = self._passes(step)
+        if len(passes) < 2 and not (passes and self.shapes):
+            return compute(step)
+        assert step.mask is not None
+        try:
+            return _in_passes(step, step.mask, passes, compute)
+        except _NotForTokens as error:
+            self._whole = str(error)
+            self._warn(self._whole)
+            return compute(step)
+
+    def _passes(self, step: Step) -> list[Pass]:
+        """The passes of a base model's batch; none if it cannot be cut, or need not be."""
+        mask = step.mask
+        together = not caches.held(step.call) and is_sharded(step.patch.model)  # ranks meet in each pass
+        tokens = 0 if mask is None else mask.shape[0] * mask.shape[1]
+        over, found = mask is not None and (tokens > self.max_tokens or bool(self.shapes)), list[Pass]()
+        if over or together:
+            why = "it says nothing of documents" if mask is None else self._whole or _why_whole(step, mask)
+            if mask is not None and not why:
+                found = _cut(mask.boundaries, self, together)
+            else:
+                if together:
+                    agreed(0, why)
+                if over:
+                    self._warn(why)
+        if mask is not None and torch.is_grad_enabled() and self.counts is not None:
+            lengths = sum(len(each.tokens) for each in found) or tokens
+            came = getattr(step.call.get("position_ids"), attached.PADDING, None)
+            padded_tokens = tokens if came is None else came.content
+            self.counts.add(np.array(mask.boundaries.lengths), max(len(found), 1), lengths, padded_tokens)
+        return found
+
+
+class Pass(NamedTuple):
+    """Some documents of a batch.
+
+    Attributes:
+        tokens: int64 ``[tokens]``, where its tokens are in the batch's rows laid end to end, on the host. Padding of a
+            shape that stands still, which comes last, repeats the first of them.
+        boundaries: the boundaries of its documents.
+    """
+
+    tokens: np.ndarray[Any, Any]
+    boundaries: Boundaries
+
+
+class _Unit(NamedTuple):
+    """What is never cut: the spans of tokens of a document, or of segments that continue each other.
+
+    Attributes:
+        spans: the first token of each span in the batch, and the one behind its last.
+        lengths: the lengths of the segments that they are computed as.
+        parents: for each of these the number of the unit's segment that it continues, or -1.
+    """
+
+    spans: list[tuple[int, int]]
+    lengths: list[int]
+    parents: list[int]
+
+
+class _NotForTokens(Exception):
+    """An output of the base model does not have one entry for each token. The text names it."""
+
+
+# --- cutting ---------------------------------------------------------------------------------------------------------
+
+
+def _why_whole(step: Step, mask: PackedMask) -> str:
+    """Why a batch cannot be computed in passes; empty if it can."""
+    if mask.part is not None:
+        return "several processes hold one row"
+    if mask.boundaries.until is not None and _graphs.compiler is not None:
+        return "its tokens see later ones, which a compiled pass cannot be told"
+    for name, value in step.call.items():
+        if name in _LEFT_OUT or _is_mask(value):
+            continue
+        held = [*value.values()] if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else []
+        several = isinstance(value, torch.Tensor) and value.numel() > 1 and _tokens_at(name, value, mask.shape) is None
+        if name in MEDIA and value is not None:
+            return f"which {name} belong to which of its documents is not known"
+        if several or any(isinstance(each, (torch.Tensor, list, tuple, Mapping)) for each in held):
+            return f"{name} is not for each token, so that which part of it belongs to which document is not known"
+    return ""
+
+
+def _cut(boundaries: Boundaries, budget: Budget, together: bool) -> list[Pass]:
+    units = _units(boundaries, budget)
+    sizes = np.array([sum(unit.lengths) for unit in units], np.int64)
+    shapes = budget.shapes
+    of = Units(sizes, None, lambda chosen: None, shapes=shapes, most=shapes.max_documents)
+    rows = of_units(of, budget.max_tokens, budget.too_long, every_rank=together).units
+    smallest = [int(sizes.argmin())]  # for a pass that is there for other ranks: nothing reads what it computes
+    return [_pass([units[at] for at in (row.tolist() or smallest)], boundaries, shapes) for row in rows]
+
+
+def _units(boundaries: Boundaries, budget: Budget) -> list[_Unit]:
+    """The documents of a batch. Those that share segments are one unit if a pass can hold it, else documents alone."""
+    tree = boundaries.tree
+    if tree is None:
+        ends = np.cumsum(boundaries.lengths).tolist()
+        spans = [(end - length, end) for end, length in zip(ends, boundaries.lengths) if length]
+        return [_Unit([span], [span[1] - span[0]], [-1]) for span in spans]
+    found = []
+    for root in [number for number, parent in enumerate(tree.parents) if parent < 0 and tree.lengths[number]]:
+        own = [number for number in range(len(tree.lengths)) if tree.path(number)[0] == root]
+        lengths = [tree.lengths[number] for number in own]
+        if sum(lengths) <= budget.max_tokens and not budget.shapes:
+            parents = [own.index(tree.parents[number]) if number != root else -1 for number in own]
+            found.append(_Unit([tree.span(number) for number in own], lengths, parents))
+            continue
+        for leaf in tree.leaves:
+            if tree.path(leaf)[0] == root:
+                length = tree.offsets[leaf] + tree.lengths[leaf]
+                found.append(_Unit([tree.span(number) for number in tree.path(leaf)], [length], [-1]))
+    return found
+
+
+def _pass(units: Sequence[_Unit], whole: Boundaries, shapes: StillShapes) -> Pass:
+    lengths = [length for unit in units for length in unit.lengths]
+    tokens = np.concatenate([np.arange(*span) for unit in units for span in unit.spans])
+    parents: list[int] = []
+    for unit in units:
+        parents += [parent if parent < 0 else parent + len(parents) for parent in unit.parents]
+    device, with_padding = whole.cu_seqlens.device, shapes.documents(lengths)
+    real = len(tokens)
+    tokens = np.append(tokens, np.full(sum(with_padding) - real, tokens[0]))
+    ends = shapes.ends(with_padding)
+    until = None
+    if whole.until is not None:
+        at = torch.from_numpy(tokens).to(device)
+        place = torch.zeros_like(whole.until).scatter_(0, at[:real], torch.arange(real, device=device).int())
+        until = torch.cat([place[whole.until[at[:real]].long()], torch.arange(real, len(at), device=device).int()])
+    tree = any(parent >= 0 for parent in parents)
+    return Pass(
+        tokens,
+        Boundaries(
+            torch.from_numpy(ends).to(device),
+            shapes.longest(with_padding),
+            whole.positions,
+            tuple(np.diff(ends).tolist()),
+            torch.tensor(parents, dtype=torch.int32).to(device) if tree else None,
+            until=until,
+        ),
+    )
+
+
+def _in_passes(step: Step, mask: PackedMask, passes: Sequence[Pass], compute: Callable[[Step], Any]) -> Any:
+    """Compute a batch in passes, each a checkpoint, and join what they return."""
+    of_devices = {parameter.device: parameter for parameter in step.module.parameters()}.values()
+    again, compiler, outputs, calls = len(passes) > 1 and torch.is_grad_enabled(), _graphs.compiler, [], []
+    for each in passes:
+        tokens = torch.from_numpy(each.tokens).to(mask.device)
+
+        def run(*unused: Any, part: Pass = each, tokens: torch.Tensor = tokens) -> Any:
+            own = _part_of(step, mask, part, tokens)
+            assert own.mask is not None
+            if compiler is not None:
+                calls.append(mask.calls)
+                return _compiled(own, part, compiler)
+            output = compute(own)
+            step.kept = own.kept
+            calls.append(own.mask.calls)
+            return output
+
+        # a checkpoint keeps the random numbers of the devices that its arguments are on
+        outputs.append(checkpoint(run, *of_devices, use_reentrant=False) if again else run())
+    mask.calls[:] = min(calls, key=len)  # a model around this one counts the layers
+    return _joined(outputs, passes, mask.shape, "output")
+
+
+class _Graphs(threading.local):
+    """What compiles the frames of this thread, while :func:`outside_graphs` has put it aside; else None."""
+
+    compiler: Any = None
+
+
+_graphs = _Graphs()
+
+
+@torch.compiler.disable(recursive=False)
+def outside_graphs(function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function eagerly in the middle of a graph, which breaks there. Passes inside are compiled again."""
+    before, compiler = _graphs.compiler, set_eval_frame(None)
+    _graphs.compiler = compiler
+    try:
+        return function(*args)
+    finally:
+        _graphs.compiler = before
+        set_eval_frame(compiler)
+
+
+def _compiled(own: Step, part: Pass, compiler: Any) -> Any:
+    """Compute a pass by its model's forward, which is compiled as for any packed row with lengths."""
+    of, patch = part.boundaries, own.patch
+    lengths = {"cu_seq_lens_q": of.cu_seqlens, "cu_seq_lens_k": of.cu_seqlens}
+    longest = {"max_length_q": of.max_seqlen, "max_length_k": of.max_seqlen}
+    parents = {} if of.parents is None else {PARENTS: of.parents}
+    call = {name: value for name, value in own.call.items() if not _is_mask(value)}
+    if own.calls.takes_ids and call.get("position_ids") is None and own.mask is not None:
+        call["position_ids"] = own.mask.position_ids
+    budget, patch.budget = patch.budget, None
+    before = set_eval_frame(compiler)
+    try:
+        return own.module.forward(**call, **lengths, **longest, **parents)
+    finally:
+        set_eval_frame(before)
+        patch.budget = budget
+
+
+# --- one pass --------------------------------------------------------------------------------------------------------
+
+_LEFT_OUT = (*LENGTHS, "cache_position")
+"""Arguments about the whole row that a pass does not get: its mask has the lengths, and it counts its own places."""
+
+
+def _is_mask(value: Any) -> bool:
+    return isinstance(value, PackedMask) or (isinstance(value, dict) and any(map(_is_mask, value.values())))
+
+
+def _tokens_at(name: str, value: torch.Tensor, shape: tuple[int, int]) -> int | None:
+    """The dimension of ``batch or 1`` in a tensor ``[..., batch or 1, length, ...]``; None if it is not for each token."""
+    axes = name == "position_ids" and value.dim() == 3  # [axes, batch, length]
+    for dim in (1, 0) if axes else (0, 1):
+        if value.dim() > dim + 1 and tuple(value.shape[dim : dim + 2]) in (shape, (1, shape[1])):
+            return dim
+    return None
+
+
+def _part_of(step: Step, mask: PackedMask, part: Pass, tokens: torch.Tensor) -> Step:
+    """The forward of a pass: its part of each argument, with its own boundaries in the place of the batch's."""
+    shape, length = mask.shape, len(part.tokens)
+
+    def own(name: str, value: torch.Tensor) -> torch.Tensor:
+        dim = _tokens_at(name, value, shape)
+        if dim is None:
+            return value
+        rows = value.expand(*value.shape[:dim], *shape, *value.shape[dim + 2 :]).flatten(dim, dim + 1)
+        return rows.index_select(dim, tokens.to(value.device)).unsqueeze(dim)
+
+    ids = None if mask.position_ids is None else own("position_ids", mask.position_ids)
+    calls: list[Any] = []
+
+    def its(given: PackedMask) -> PackedMask:
+        return replace(
+            given, boundaries=part.boundaries, shape=(1, length), position_ids=ids, real=None, layer=None, calls=calls
+        )
+
+    new = its(mask)
+    riding = {
+        attached.MASK: new,
+        attached.DOCUMENTS: part.boundaries,
+        attached.EMBEDDED: (part.boundaries, new.shape),
+        attached.POSITIONS: ids,
+    }
+    call: Call = {}
+    for name, value in step.call.items():
+        if isinstance(value, PackedMask):
+            value = new if value is mask else its(value)
+        elif _is_mask(value):
+            value = {kind: new if each is mask else its(each) for kind, each in value.items()}
+        elif isinstance(value, torch.Tensor):
+            value = attached.attach_again(value, own(name, value), riding)
+        call[name] = value
+    for name in _LEFT_OUT:
+        call.pop(name, None)
+    return replace(step, args=(), call=call, mask=new, pieces=[], kept=None)
+
+
+# --- what passes return ----------------------------------------------------------------------------------------------
+
+
+def _joined(outputs: Sequence[Any], passes: Sequence[Pass], shape: tuple[int, int], name: str) -> Any:
+    """The output of the whole batch. A token that several passes hold is taken from the first of them."""
+    first = outputs[0]
+    if isinstance(first, torch.Tensor):
+        return _joined_tokens(outputs, passes, shape, name)
+    if isinstance(first, Mapping):
+        joined = {key: _joined([each[key] for each in outputs], passes, shape, key) for key in first}
+        return type(first)(**joined)
+    if isinstance(first, (tuple, list)):
+        columns = enumerate(zip(*outputs))
+        return type(first)(_joined(column, passes, shape, f"{name}[{at}]") for at, column in columns)
+    if first is None or isinstance(first, (bool, int, float, str)):
+        return first
+    raise _NotForTokens(f"its base model returns {name}, a {type(first).__name__}, whose parts cannot be joined")
+
+
+def _joined_tokens(
+    outputs: Sequence[torch.Tensor], passes: Sequence[Pass], shape: tuple[int, int], name: str
+) -> torch.Tensor:
+    lengths = [len(each.tokens) for each in passes]
+    if all(each.shape[:2] == (1, length) for each, length in zip(outputs, lengths)):
+        outputs, rows = [each[0] for each in outputs], True
+    elif all(each.shape[:1] == (length,) for each, length in zip(outputs, lengths)):
+        rows = False
+    elif name in ("pooler_output", "output[1]") and all(len(each) == 1 for each in outputs):
+        return outputs[0]  # of the row's first token: what is done after the forward pools each document
+    else:
+        raise _NotForTokens(f"its base model returns {name} {list(outputs[0].shape)}, which is not for each token")
+    held = np.concatenate([each.tokens for each in passes])
+    back = np.zeros(shape[0] * shape[1], np.int64)
+    back[held[::-1]] = np.arange(len(held))[::-1]  # of several places, NumPy writes the last one given
+    whole = torch.cat([*outputs]).index_select(0, torch.from_numpy(back).to(outputs[0].device))
+    return whole.view(*shape, *whole.shape[1:]) if rows else whole

@@ -365,6 +365,8 @@ def _joined(outputs: Sequence[Any], passes: Sequence[Pass], shape: tuple[int, in
     if isinstance(first, (tuple, list)):
         columns = enumerate(zip(*outputs))
         return type(first)(_joined(column, passes, shape, f"{name}[{at}]") for at, column in columns)
+    if isinstance(first, PackedMask):  # RWKV hands it on as its state
+        return None
     if first is None or isinstance(first, (bool, int, float, str)):
         return first
     raise _NotForTokens(f"its base model returns {name}, a {type(first).__name__}, whose parts cannot be joined")

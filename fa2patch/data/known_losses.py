@@ -1,10 +1,10 @@
 """Losses whose passes add up to the loss of the batch: those of Transformers' own code that are sums over tokens.
 
-A loss that may be computed pass by pass needs no second forward. What user's code computes is not known, so only this is
-taken for such a loss: ``Trainer.compute_loss`` as Transformers wrote it, around a model of known code, of which torch's
-graph shows that what it returns is a factor times a sum of ``nll_loss``, with one factor in all passes. The factor is
-1 / ``num_items_in_batch``, a number of the whole step. Each label belongs to one token of one pass, so the sum over the
-batch is the sum over its passes, and so are the gradients.
+Such a loss may be computed pass by pass, without a second forward. What a user's code computes is not known. So it is
+only ``Trainer.compute_loss`` as Transformers wrote it, around a model of known code, if torch's graph of what it returns
+is a factor times a sum of ``nll_loss``, with one factor in all passes. The factor is 1 / ``num_items_in_batch``, a
+number of the whole step. Each label belongs to a token of one pass, so the sum over the batch is the sum over its
+passes, and so are the gradients.
 """
 
 from __future__ import annotations

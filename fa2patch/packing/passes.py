@@ -168,7 +168,8 @@ def passes(
             (model(**row).loss * share).backward()
 
     Losses that are no sum over tokens or documents differ from the batch's: the router losses of mixtures of experts,
-    which multiply two means over all tokens, and losses that sort or compare the documents of a batch.
+    which multiply two means over all tokens, and losses that sort or compare the documents of a batch. For these,
+    ``fa2patch.apply(model, max_tokens=...)`` computes passes inside the model, and the loss sees the whole batch.
 
     Args:
         batch: A packed batch of one row, as a collator returns it; a padded batch, whose tensors have one row for each
@@ -262,8 +263,8 @@ def agreed(number: int, why: str = "") -> int:
     whole = next((why for each, why in met if not each), None)
     if most > 1 and whole is not None:
         raise PackingError(
-            f"max_tokens: the model is sharded, so that all ranks make as many passes. A rank needs {most} of them, and "
-            f"another one cannot cut its batch: {whole}. Give every rank packed batches, or leave max_tokens out."
+            f"max_tokens: the model is sharded, so that all ranks make as many passes. A rank needs {most} of them, "
+            f"and another cannot cut its batch: {whole}. Give every rank packed batches, or leave max_tokens out."
         )
     return most
 

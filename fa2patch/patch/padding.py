@@ -40,6 +40,9 @@ def pack_padded_batches(model: Model, share_prompts: bool = False) -> PaddedBatc
     models that are given ``inputs_embeds``, or in batches with rows on both sides of a longrope's limit. With dropout,
     a shared token is dropped in all rows or in none.
 
+    With a budget (``fa2patch.apply(model, max_tokens=...)``), batches without padding are packed too, so that they are
+    computed in passes, and under ``torch.compile`` those over the budget.
+
     Each forward with such a mask reads from the device once, and a second time if rows share tokens.
 
     Args:

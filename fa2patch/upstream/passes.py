@@ -303,7 +303,7 @@ def _is_mask(value: Any) -> bool:
 
 
 def _tokens_at(name: str, value: torch.Tensor, shape: tuple[int, int]) -> int | None:
-    """The dimension of ``batch or 1`` in a tensor ``[..., batch or 1, length, ...]``; None if it is not for each token."""
+    """The dimension of the rows in a tensor ``[..., batch or 1, length, ...]``; None if it is not for each token."""
     axes = name == "position_ids" and value.dim() == 3  # [axes, batch, length]
     for dim in (1, 0) if axes else (0, 1):
         if value.dim() > dim + 1 and tuple(value.shape[dim : dim + 2]) in (shape, (1, shape[1])):

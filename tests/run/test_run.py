@@ -47,6 +47,7 @@ from compat_matrix.user_models import matrix
 from fa2patch.cli import commands as cli
 from fa2patch.cli import running
 from fa2patch.errors import KernelUnavailable, UnknownKernel
+from fa2patch.packing.passes import Counts
 from fa2patch.run import flattening, patcher
 from fa2patch.run import start as run
 
@@ -490,18 +491,20 @@ def test_max_tokens_cuts_the_batches_of_each_trainer(hooked, folder, lines, how)
     assert any(f"{cls.__name__} computes each batch in passes of at most 40 tokens" in line for line in lines())
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert logs and all(entry["passes_per_batch"] >= 1 for entry in logs)
-    assert trainer.token_budget.shares.share.of == "sum"
+    assert fa2patch.status(trainer.model).budget.max_tokens == 40
 
 
-def test_max_tokens_says_why_a_trainer_is_not_cut(hooked, folder, lines):
+def test_max_tokens_holds_in_a_loop_of_a_trainers_own(hooked, folder, lines):
     class OwnLoop(Trainer):
         def train(self):
-            return None
+            return self.model(**next(iter(self.get_train_dataloader()))).loss.backward()
 
-    hooked(max_tokens=40, quiet=True)
-    trainer = trainer_of(loaded(folder), folder, cls=OwnLoop)
-    assert not hasattr(trainer, "token_budget")
-    assert any("OwnLoop trains without --max-tokens: " in line and "a loop of its own" in line for line in lines())
+    hooked(max_tokens=40)
+    trainer = trainer_of(loaded(folder), folder, DataCollatorForSeq2Seq(tokenizer_of(folder)), cls=OwnLoop)
+    budget = fa2patch.status(trainer.model).budget
+    budget.counts = Counts()
+    trainer.train()
+    assert budget.counts.batches == 1
 
 
 def test_collate_says_nothing_of_a_trainer_whose_batches_are_packed_in_its_models(hooked, folder, lines):

@@ -1,17 +1,20 @@
 """Losses whose passes add up to the loss of the batch: those of Transformers' own code that are sums over tokens.
 
 Such a loss may be computed pass by pass, without a second forward. What a user's code computes is not known. So it is
-only ``Trainer.compute_loss`` as Transformers wrote it, around a model of known code, if torch's graph of what it returns
-is a factor times a sum of ``nll_loss``, with one factor in all passes. The factor is 1 / ``num_items_in_batch``, a
-number of the whole step. Each label belongs to a token of one pass, so the sum over the batch is the sum over its
-passes, and so are the gradients.
+only ``Trainer.compute_loss`` as Transformers wrote it, around a model of known code, if torch's graph of what it
+returns is a factor times a sum of ``nll_loss``, with one factor in all passes. The factor is 1 /
+``num_items_in_batch``, a number of the whole step. Each label belongs to a token of one pass, so the sum over the batch
+is the sum over its passes, and so are the gradients.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import inspect
+import weakref
 from collections.abc import Iterator
+from types import CodeType
 from typing import Any
 
 import torch
@@ -48,9 +51,14 @@ _SAME_VALUE = ("ToCopyBackward0", "ViewBackward0", "AliasBackward0", "_DDPSinkBa
 
 def digest(function: Any) -> str:
     """Return the digest of a function's source; a changed line, or a changed comment, makes another one."""
+    return _digest_of(getattr(inspect.unwrap(function), "__code__", None))
+
+
+@functools.lru_cache(maxsize=16)
+def _digest_of(code: CodeType | None) -> str:
     try:
-        source = inspect.getsource(inspect.unwrap(function))
-    except (OSError, TypeError):  # made by exec, or in C
+        source = "" if code is None else inspect.getsource(code)
+    except OSError:  # made by exec
         return ""
     return hashlib.sha256(source.encode()).hexdigest()[:16]
 
@@ -76,8 +84,20 @@ def why_unknown(trainer: Any, compute: Any, patch: Patch | None, given: dict[str
         return "its loss is divided by a number of the batch, and not by one of the step"
     if getattr(trainer, "compute_loss_func", None) is not None or getattr(trainer, "label_smoother", None) is not None:
         return f"{name} has a compute_loss_func or smooths labels"
-    held = "a model that is not patched" if patch is None else unknown(ModelLayers(patch.model))
+    held = "what is not patched" if patch is None else _unknown_in(patch)
     return f"its model holds {held}" if held else ""
+
+
+_held: weakref.WeakKeyDictionary[Any, tuple[Any, str]] = weakref.WeakKeyDictionary()
+
+
+def _unknown_in(patch: Patch) -> str:
+    """What a patched model holds that fa2patch does not know, looked for once for each of its plans."""
+    plan, held = _held.get(patch, (None, ""))
+    if plan is not patch.plan:
+        held = unknown(ModelLayers(patch.model))
+        _held[patch] = patch.plan, held
+    return held
 
 
 def _file(function: Any) -> str:

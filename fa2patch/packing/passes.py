@@ -208,7 +208,12 @@ def passes(
 
 def of_units(units: Units, max_tokens: int, too_long: str = "error", every_rank: bool = False) -> Passes:
     """Return the passes of a batch whose units are known; see :func:`passes`."""
-    tokens = capped(units.tokens, check_budget(max_tokens), too_long)
+    try:
+        tokens = capped(units.tokens, check_budget(max_tokens), too_long)
+    except PackingError as error:
+        if every_rank:  # the others wait to be told
+            agreed(FAILED, error.message)
+        raise
     if units.padded:
         found = list(plan(tokens, max_tokens, "sorted", seed=None))
     else:
@@ -248,17 +253,24 @@ def _divided(found: Sequence[Ints], number: int) -> list[Ints]:
     return divided
 
 
+FAILED = -1
+"""The number of passes of a rank whose batch is refused."""
+
+
 def agreed(number: int, why: str = "") -> int:
     """Return the number of passes that every rank makes: as many as the one that needs most.
 
     Args:
-        number: Those that this rank needs; 0 if it cannot cut its batch.
-        why: Why it cannot.
+        number: Those that this rank needs; 0 if it cannot cut its batch, :data:`FAILED` if it refuses it.
+        why: Why.
 
     Raises:
-        PackingError: On every rank, if one needs several and another cannot cut its batch.
+        PackingError: On every rank, if one needs several and another cannot cut its batch, or refuses it.
     """
     met = of_all_ranks((number, why))
+    refused = next((why for each, why in met if each == FAILED), None)
+    if refused is not None:
+        raise PackingError(refused)
     most = max(each for each, _ in met)
     whole = next((why for each, why in met if not each), None)
     if most > 1 and whole is not None:

@@ -207,14 +207,8 @@ def _pass(units: Sequence[_Unit], whole: Boundaries, shapes: StillShapes) -> Pas
     for unit in units:
         parents += [parent if parent < 0 else parent + len(parents) for parent in unit.parents]
     device, with_padding = whole.cu_seqlens.device, shapes.documents(lengths)
-    real = len(tokens)
-    tokens = np.append(tokens, np.full(sum(with_padding) - real, tokens[0]))
+    tokens = np.append(tokens, np.full(sum(with_padding) - len(tokens), tokens[0]))
     ends = shapes.ends(with_padding)
-    until = None
-    if whole.until is not None:
-        at = torch.from_numpy(tokens).to(device)
-        place = torch.zeros_like(whole.until).scatter_(0, at[:real], torch.arange(real, device=device).int())
-        until = torch.cat([place[whole.until[at[:real]].long()], torch.arange(real, len(at), device=device).int()])
     tree = any(parent >= 0 for parent in parents)
     return Pass(
         tokens,
@@ -224,7 +218,6 @@ def _pass(units: Sequence[_Unit], whole: Boundaries, shapes: StillShapes) -> Pas
             whole.positions,
             tuple(np.diff(ends).tolist()),
             torch.tensor(parents, dtype=torch.int32).to(device) if tree else None,
-            until=until,
         ),
     )
 
@@ -326,9 +319,8 @@ def _part_of(step: Step, mask: PackedMask, part: Pass, tokens: torch.Tensor) -> 
     calls: list[Any] = []
 
     def its(given: PackedMask) -> PackedMask:
-        return replace(
-            given, boundaries=part.boundaries, shape=(1, length), position_ids=ids, real=None, layer=None, calls=calls
-        )
+        of = _with_spans(part.boundaries, given.boundaries.until, tokens)
+        return replace(given, boundaries=of, shape=(1, length), position_ids=ids, real=None, layer=None, calls=calls)
 
     new = its(mask)
     riding = {
@@ -349,6 +341,20 @@ def _part_of(step: Step, mask: PackedMask, part: Pass, tokens: torch.Tensor) -> 
     for name in _LEFT_OUT:
         call.pop(name, None)
     return replace(step, args=(), call=call, mask=new, pieces=[], kept=None)
+
+
+def _with_spans(of: Boundaries, until: torch.Tensor | None, tokens: torch.Tensor) -> Boundaries:
+    """The boundaries of a pass with the last token that each of its ``tokens`` sees, where the batch's see later ones.
+
+    What a token sees is in its document, and so in its pass. Padding sees itself.
+    """
+    if until is None:
+        return of
+    here = torch.arange(len(tokens), device=tokens.device, dtype=until.dtype)
+    first = torch.ones_like(here, dtype=torch.bool)  # padding repeats the first token, behind all documents
+    first[1:] = tokens[1:] != tokens[0]
+    place = torch.zeros_like(until).index_copy(0, tokens[first], here[first])
+    return replace(of, until=torch.where(first, place[until[tokens].long()], here), made={})
 
 
 # --- what passes return ----------------------------------------------------------------------------------------------

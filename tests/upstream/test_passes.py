@@ -8,6 +8,7 @@ import warnings
 from typing import Any
 
 import pytest
+import span_cases
 import torch
 from classification_cases import build, documents
 
@@ -329,3 +330,16 @@ def test_generation_is_as_before() -> None:
     expected = model.generate(ids, max_new_tokens=30, do_sample=False)
     fa2patch.apply(model, padded_batches=True, max_tokens=BUDGET)
     assert torch.equal(model.generate(ids, max_new_tokens=30, do_sample=False), expected)
+
+
+@pytest.mark.parametrize("family", span_cases.FAMILIES)
+def test_pictures_that_see_themselves_in_both_directions(family: str) -> None:
+    if not span_cases.is_present(family):
+        pytest.skip(f"this release has no {family}")
+    model, row = span_cases.build(family), span_cases.packed(span_cases.documents(family))
+    fa2patch.apply(model)
+    expected = span_cases.with_gradients(model, [model(**row, use_cache=False).logits[0]])
+    counts = counted(fa2patch.apply(model, max_tokens=25))
+    found = span_cases.with_gradients(model, [model(**row, use_cache=False).logits[0]])
+    assert_same((found[0], [*found[1].values()]), (expected[0], [*expected[1].values()]), 1e-5)
+    assert counts.passes > 1

@@ -14,12 +14,20 @@ import torch
 from .. import commits, environments
 from ..ecosystem.stacks import stacks
 from . import memory
-from .budget import PADDED
+from .budget import OWN, PADDED
 
 STACK = "trl-0.19.1"
 """The loss of TRL 1.16 reserves half a MB for each token, for any vocabulary: more than all else of a tiny model."""
 
-KINDS = {"trainer": "Trainer", "sft": "SFTTrainer", "dpo": "DPOTrainer", "grpo": "GRPOTrainer"}
+KINDS = {
+    "trainer": "Trainer",
+    "any": "Trainer, a loss that is not known",
+    "router": "Trainer, a router loss",
+    "sft": "SFTTrainer",
+    "dpo": "DPOTrainer",
+    "kto": "KTOTrainer",
+    "grpo": "GRPOTrainer",
+}
 PARTS = {"2": 2.0, "1": 1.0, "1/2": 0.5}
 """Budgets, by the part that they are of a mean batch's tokens."""
 
@@ -49,16 +57,18 @@ def stack(quick: bool, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
 def bench_budget(rows: Any, quick: bool, stack: Any, kind: str) -> None:
     """Fifty steps padded, and with budgets of twice, once and half the tokens of a mean batch, in float32.
 
-    The trainers of the tests: a tiny Llama, batches of 4 (SFT), 4 pairs (DPO) and 8 (the others); GRPO has its default
-    loss, completions drawn in advance, and two batches for each of its steps. *Losses* and *weights*: the largest
-    difference to padded training. A peak is the most bytes of tensors that a batch has in use beyond those before it,
-    as the allocator records them, in a process of its own: *peak* is that of the median batch, *largest* that of the
-    worst. Code that fa2patch does not know is tried in some of the first batches, and what a loss is a mean of in
-    batches 1 to 8, 16 and 32; that is in *largest*. *bf16*: how far the gradients of a batch in bf16 are from those of
-    padded float32 training, divided by how far padded bf16 is from them, both at the weights of the float32 training;
-    the median of the batches.
+    The trainers of the tests: a tiny Llama, or a tiny Mixtral with a router loss, batches of 4 (SFT, KTO), 4 pairs
+    (DPO) and 8 (the others); GRPO has its default loss, completions drawn in advance, and two batches for each of its
+    steps. Only Trainer's own loss is computed pass by pass; all others see the whole batch. *Operations*: those of
+    matrix products and attention in the first five batches, as torch counts them, to those of padded ones. *Losses*
+    and *weights*: the largest difference to padded training. A peak is the most bytes of tensors that a batch has in
+    use beyond those before it, as the allocator records them, in a process of its own: *peak* is that of the median
+    batch, *largest* that of the worst. Code that fa2patch does not know is tried in some of the first batches, which
+    is in *largest*. *bf16*: how far the gradients of a batch in bf16 are from those of padded float32 training,
+    divided by how far padded bf16 is from them, both at the weights of the float32 training; the median of the
+    batches.
     """
-    if quick and kind != "trainer":
+    if quick and kind not in OWN:
         return  # the environment of a quick run has no TRL
     rows.on = " with ".join(f"{name} {stacks()[STACK].pins[name]}" for name in ("trl", "transformers"))
     padded = stack(kind, PADDED)
@@ -70,6 +80,7 @@ def bench_budget(rows: Any, quick: bool, stack: Any, kind: str) -> None:
         weights = max(float((found["weights"][name] - each).abs().max()) for name, each in padded["weights"].items())
         row = {"trainer": KINDS[kind], "batches": part, "tokens": budget or "", "steps": found["steps"]}
         row |= {"passes": f"{found['passes']:.2f}", "peak, MB": f"{np.median(found['peaks']) / 1e6:.1f}"}
+        row["operations"] = f"{found['operations'] / padded['operations']:.2f}"
         row["largest, MB"] = f"{max(found['peaks']) / 1e6:.1f}"
         row |= {"losses": f"{losses:.0e}" if times else "", "weights": f"{weights:.0e}" if times else ""}
         in_bf16 = np.median(off(stack(kind, f"budget{budget}", along=PADDED), padded) / rounded) if times else 0.0

@@ -3,7 +3,7 @@
 ``python -m compat_matrix.bench.budget KIND WAY STEPS OUT [ALONG]`` runs in the environment of a stack, with
 ``tests/helpers`` and ``tests/integrations/scripts`` on ``PYTHONPATH``. The part *budget* starts it. OUT gets the
 weights, the optimizer's steps, the weights before each batch and the gradients after it, its loss and its peak of
-memory, the passes of a batch, and the tokens of a padded one.
+memory, the passes of a batch, the tokens of a padded one, and the operations of its first batches.
 
 ALONG is the OUT of another training. This one is then in bf16, and begins each batch with that one's weights, so that
 gradients of the same weights are compared: in bf16, two trainings are soon far apart whatever rounds them.
@@ -18,10 +18,18 @@ import sys
 from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity
+from torch.utils.flop_counter import FlopCounterMode
 
 import fa2patch
+from compat_matrix import tiny_models
+
+CPU = ProfilerActivity.CPU
 
 PADDED = "padded"
+
+COUNTED = 5
+"""The number of first batches whose operations are counted. Counting takes memory, so the others' peaks are taken."""
 
 
 def main(kind: str, way: str, steps: str, out: str, along: str = "") -> None:
@@ -31,6 +39,7 @@ def main(kind: str, way: str, steps: str, out: str, along: str = "") -> None:
     given = torch.load(along)["before"] if along else []
     losses: list[float] = []
     peaks: list[int] = []
+    operations: list[int] = []
     tokens: list[int] = []
     before: list[dict[str, torch.Tensor]] = []
     gradients: list[dict[str, torch.Tensor]] = []
@@ -43,10 +52,15 @@ def main(kind: str, way: str, steps: str, out: str, along: str = "") -> None:
             for name, value in given[len(before)].items() if along else ():
                 held[name].copy_(value)
         before.append({name: each.detach().clone() for name, each in held.items()})
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-            loss = step(*args, **kwargs)
+        if len(before) <= min(COUNTED, int(steps) // 2):
+            with FlopCounterMode(display=False) as counter:
+                loss = step(*args, **kwargs)
+            operations.append(counter.get_total_flops())
+        else:
+            with torch.profiler.profile(activities=[CPU], profile_memory=True) as profile:
+                loss = step(*args, **kwargs)
+            peaks.append(peak(profile))
         losses.append(float(loss))
-        peaks.append(peak(profile))
         gradients.append({name: each.grad.clone() for name, each in held.items() if each.grad is not None})
         return loss
 
@@ -58,14 +72,18 @@ def main(kind: str, way: str, steps: str, out: str, along: str = "") -> None:
     found = {
         "losses": losses, "weights": trainer.model.state_dict(), "steps": trainer.state.global_step,
         "passes": sum(logs) / len(logs), "peaks": peaks, "tokens": sum(tokens) / len(losses), "before": before,
-        "gradients": gradients,
+        "gradients": gradients, "operations": sum(operations),
     }  # fmt: skip
     torch.save(found, out)
 
 
+OWN = ("trainer", "any", "router")
+"""Kinds of Transformers' Trainer: its own loss, the same in code that is not known, and with a router loss."""
+
+
 def made(kind: str, way: str, steps: int, bf16: bool = False) -> Any:
     """Make a trainer of the tests: Transformers' Trainer, or one of TRL's. GRPO's completions are drawn in advance."""
-    if kind != "trainer":
+    if kind not in OWN:
         script = importlib.import_module("trl_groups" if kind == "grpo" else "trl_pairs")
         script.config = functools.partial(script.config, bf16=bf16)  # type: ignore[attr-defined]
         trainer = script.make(kind, "function" if kind == "grpo" else "full", steps, way, [])
@@ -74,10 +92,21 @@ def made(kind: str, way: str, steps: int, bf16: bool = False) -> Any:
         return trainer
     stage = importlib.import_module("stage")
     trainer = importlib.import_module("transformers").Trainer
+    if kind != "trainer":  # code that is not known, so that its loss sees the whole batch
+
+        class trainer(trainer):  # type: ignore[no-redef]
+            def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+                return super().compute_loss(*args, **kwargs)
+
     if way != PADDED:
         trainer = fa2patch.packed_trainer(trainer, max_tokens=int(way[len("budget") :]))
     options = {"kind": trainer, "max_steps": steps, "learning_rate": 1e-4, "adam_epsilon": 1e-5, "bf16": bf16}
-    return stage.Stage(trl=False).trainer(stage.tiny_llama(), stage.padded, **options)
+    model = stage.tiny_llama()
+    if kind == "router":
+        model = tiny_models.build(
+            "mixtral", "sdpa", output_router_logits=True, router_aux_loss_coef=0.1, vocab_size=512
+        )
+    return stage.Stage(trl=False).trainer(model, stage.padded, **options)
 
 
 def count(tokens: list[int], model: Any, args: Any, kwargs: Any) -> None:

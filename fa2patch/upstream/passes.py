@@ -331,6 +331,8 @@ def _part_of(step: Step, mask: PackedMask, part: Pass, tokens: torch.Tensor) -> 
     }
     call: Call = {}
     for name, value in step.call.items():
+        if name in _LEFT_OUT and not _is_mask(value):  # Mamba's mask comes as its cache_position
+            continue
         if isinstance(value, PackedMask):
             value = new if value is mask else its(value)
         elif _is_mask(value):
@@ -338,8 +340,6 @@ def _part_of(step: Step, mask: PackedMask, part: Pass, tokens: torch.Tensor) -> 
         elif isinstance(value, torch.Tensor):
             value = attached.attach_again(value, own(name, value), riding)
         call[name] = value
-    for name in _LEFT_OUT:
-        call.pop(name, None)
     return replace(step, args=(), call=call, mask=new, pieces=[], kept=None)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 import os
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate.state import AcceleratorState
-from stage import furthest, losses_of, padded, tiny_llama, weights
+from stage import furthest, padded, tiny_llama, weights
 from transformers import Trainer, TrainingArguments
 
 import fa2patch
@@ -48,6 +49,16 @@ def trained(base: Any, collate: Any = padded, model: Any = None, **options: Any)
     )  # fmt: skip
     trainer = base(model=model or tiny_llama(), args=arguments, train_dataset=dataset(), data_collator=collate)
     trainer.remove_callback(transformers_printer())
+    trainer.losses = []  # the logs round them
+    step = trainer.training_step
+
+    @functools.wraps(step)
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        loss = step(*args, **kwargs)
+        trainer.losses.append(float(loss))
+        return loss
+
+    trainer.training_step = noted
     trainer.train()
     return trainer
 
@@ -59,7 +70,7 @@ def transformers_printer() -> Any:
 
 
 def assert_same_steps(found: Any, expected: Any) -> None:
-    assert losses_of(found) == pytest.approx(losses_of(expected), rel=1e-5)
+    assert found.losses == pytest.approx(expected.losses, rel=1e-5)
     assert furthest(weights(found.model), weights(expected.model)) < 1e-5
     norms = [
         [entry["grad_norm"] for entry in one.state.log_history if "grad_norm" in entry] for one in (found, expected)
@@ -200,7 +211,7 @@ def test_steps_of_a_loss_that_sees_the_whole_batch(reference: Any, kind: str, bu
 def test_the_log_says_once_which_way_and_why(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "fa2patch"):
         found = trained(fa2patch.packed_trainer(Exact, max_tokens=100))
-    (said,) = [record.message for record in caplog.records]
+    (said,) = [record.message for record in caplog.records if record.name == "fa2patch"]
     assert "PackedExact computes its batches in passes of at most 100 tokens, each of them twice" in said
     assert "compute_loss is none that is known" in said
     assert "at most 100 tokens" in repr(found.token_budget)
@@ -224,6 +235,7 @@ def test_passes_of_still_shapes_make_the_steps_of_padded_batches(
 
 
 @pytest.mark.skipif(not HAS_OPERATORS, reason=f"torch {torch.__version__} has no custom_op")
+@pytest.mark.skipif(known_losses.digest(Trainer.compute_loss) not in known_losses.COMPUTE_LOSS, reason="before 4.46")
 def test_one_graph_computes_all_passes_of_still_shapes(reference: Any) -> None:
     """Shapes and numbers are constants of a graph (``dynamic=False``), as of a CUDA graph."""
     torch._dynamo.reset()
@@ -238,7 +250,8 @@ def test_one_graph_computes_all_passes_of_still_shapes(reference: Any) -> None:
     found = trained(fa2patch.packed_trainer(Trainer, **STILL), COLLATORS["packed"], model)
     torch._dynamo.reset()
     assert_same_steps(found, reference())
-    assert graphs == [True]
+    assert set(graphs) == {True}
+    assert len(graphs) == 1 or len(graphs) == STEPS  # up to 4.48, the step's number of labels is a constant of a graph
 
 
 @pytest.mark.parametrize(
@@ -415,26 +428,37 @@ def test_any_loss(base: Any, budget: int) -> None:
     assert any(entry.get("passes_per_batch", 1) > 1 for entry in found.state.log_history)
 
 
-@pytest.mark.parametrize("coefficient", [0.001, 0.1])
-@pytest.mark.parametrize("half", [False, True])
-def test_router_losses(coefficient: float, half: bool) -> None:
-    """A mean over all tokens times another one, so that passes do not add up to it."""
+def routed(coefficient: float) -> Any:
+    """A mixture of experts with a router loss: a mean over all tokens times another one."""
     from compat_matrix import tiny_models
 
-    def model() -> Any:
-        options = {"output_router_logits": True, "router_aux_loss_coef": coefficient, "vocab_size": 512}
-        return tiny_models.build("mixtral", "eager", **options)
+    options = {"output_router_logits": True, "router_aux_loss_coef": coefficient, "vocab_size": 512}
+    return tiny_models.build("mixtral", "eager", **options)
 
-    found = trained(fa2patch.packed_trainer(Trainer, max_tokens=100), model=model(), bf16=half)
+
+@pytest.mark.parametrize("coefficient", [0.001, 0.1])
+def test_router_losses(coefficient: float) -> None:
+    found = trained(fa2patch.packed_trainer(Trainer, max_tokens=100), model=routed(coefficient))
     assert found.token_budget.why_exact
-    if not half:
-        return assert_same_steps(found, trained(Trainer, model=model()))
-    exact, as_padded = trained(Trainer, model=model()), trained(Trainer, model=model(), bf16=True)
-    gates = [
-        torch.cat([value.flatten() for name, value in weights(one.model).items() if "gate" in name])
-        for one in (found, as_padded, exact)
-    ]
-    assert 0 < float((gates[0] - gates[2]).norm()) < 1.1 * float((gates[1] - gates[2]).norm())
+    assert_same_steps(found, trained(Trainer, model=routed(coefficient)))
+
+
+@pytest.mark.parametrize("coefficient", [0.001, 0.003, 0.1])
+def test_router_losses_in_bfloat16(coefficient: float) -> None:
+    """The gates' gradients of a batch are as near to float32 as those of the padded batch are."""
+
+    def gradients(half: bool, **budget: Any) -> torch.Tensor:
+        model = routed(coefficient).train()
+        if budget:
+            fa2patch.apply(model, padded_batches=True, **budget)
+        with torch.autocast("cpu", torch.bfloat16, enabled=half):
+            model(**padded(dataset(16))).loss.backward()
+        return torch.cat([p.grad.flatten() for name, p in model.named_parameters() if "gate" in name])
+
+    exact = gradients(False)
+    assert float((gradients(False, max_tokens=100) - exact).norm() / exact.norm()) < 1e-5
+    as_padded, found = gradients(True) - exact, gradients(True, max_tokens=100) - exact
+    assert 0 < float(found.norm()) < 1.1 * float(as_padded.norm())
 
 
 def test_a_changed_line_of_a_known_loss_is_not_known() -> None:
@@ -446,7 +470,8 @@ def test_a_changed_line_of_a_known_loss_is_not_known() -> None:
         vars(inspect.getmodule(compute)),
         lines,
     )
-    assert known_losses.digest(compute) in known_losses.COMPUTE_LOSS
+    counts_the_step = "num_items_in_batch" in inspect.signature(compute).parameters  # from 4.46 on
+    assert (known_losses.digest(compute) in known_losses.COMPUTE_LOSS) == counts_the_step
     assert known_losses.digest(lines["compute_loss"]) not in known_losses.COMPUTE_LOSS
 
 

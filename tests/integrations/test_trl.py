@@ -267,7 +267,7 @@ def test_a_budget_of_tokens_keeps_losses_and_metrics(stack: str, kind: str, vari
         ours = by_name({**found[budget], "losses": []})
         cut.append(sum(ours["passes_per_batch"]))
         assert expected.keys() == ours.keys() - set(OF_PASSES)
-        for name in expected:
+        for name in expected.keys() - {"losses"}:
             if (stack, kind) in OF_PADDING and "logits/" in name:
                 continue
             size = max(map(abs, expected[name]))

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator
 from types import ModuleType
 from typing import Any, Callable
 
-from ._torch import between_compilations
+from ._torch import between_compilations, no_compilation
 
 ABSENT = object()
 """Stands for the original value if the owner did not have the attribute."""
@@ -35,13 +35,17 @@ _waiting: dict[tuple[str, Callable[[ModuleType, Any], None]], Users] = {}
 
 
 @contextlib.contextmanager
-def changing() -> Iterator[None]:
+def changing(waits: bool = False) -> Iterator[None]:
     """Inside this context no other thread changes a binding, and no finalizer does. What is due is done at its end.
 
     Contexts may be nested. While a graph is being compiled, in any thread, it is done as soon as that is over.
+
+    Args:
+        waits: whether no other thread may compile meanwhile, as where a model is patched. A thread that compiles may
+            change bindings, so this must not be asked for inside another context that has not waited.
     """
     try:
-        with _lock:
+        with no_compilation() if waits else contextlib.nullcontext(), _lock:
             yield
     finally:
         _settle()

@@ -86,7 +86,7 @@ def apply(
     _check_numpy()
     added.load()
     _check_options(kernel, prove, padded_batches)
-    with changing(), walked_once():
+    with changing(waits=True), walked_once():
         return _applied(model, kernel, architecture, prove, padded_batches)
 
 

@@ -120,7 +120,7 @@ class Patch:
         """See :func:`fa2patch.patch.examining.capture_unpacked`."""
         examining.capture_unpacked(self.examination.number)
 
-    @changing()
+    @changing(waits=True)
     def renew(
         self,
         kernel: str | kernels.Kernel | None = None,
@@ -153,7 +153,7 @@ class Patch:
         self.examination.under_way = under_way
         self.mark()
 
-    @changing()
+    @changing(waits=True)
     def bind(self) -> None:
         """Replace every site of the plan, and what other packages do around a model: PEFT, Trainer and torch.fx."""
         for site in self.plan.sites:

@@ -1,19 +1,21 @@
 """Patched models that are forgotten and collected at any moment, in any thread: the other models notice nothing."""
 
 import contextlib
+import copy
+import functools
 import gc
 import random
 import sys
-import threading
 
 import pytest
 import torch
 from packed_rows import built
+from threads import in_threads
 
 import fa2patch
 from compat_matrix.check.rows import documents, pack
 from fa2patch import binding
-from fa2patch.binding import bind, release, used_by, users
+from fa2patch.binding import used_by, users
 
 BATCH = pack(documents(5, 9, 1, 3))
 
@@ -28,6 +30,10 @@ def computed(model):
 
 def replaced(patch):
     return sorted((str(used.owner), used.attribute, used.state) for used in used_by(patch))
+
+
+def namespaces(owners):
+    return [(str(owner), name, id(value)) for owner in owners for name, value in vars(owner).items()]
 
 
 def forget(model):
@@ -60,15 +66,12 @@ class Life:
         self.owners = list(dict.fromkeys(used.owner for used in used_by(patch)))
         patch.revert()
         self.family, self.other, self.places = family, other, []
-        self.found = self.namespaces()
+        self.found = namespaces(self.owners)
         self.run(None)  # what is looked up once in a process is looked up
-
-    def namespaces(self):
-        return [(str(owner), name, id(value)) for owner in self.owners for name, value in vars(owner).items()]
 
     def run(self, place):
         """Live, and collect at a place; at None, nowhere. ``places`` are the calls: whether bindings make them."""
-        assert self.namespaces() == self.found and not users()
+        assert namespaces(self.owners) == self.found and not users()
         forgotten, model, self.places = built(self.other), built(self.family), []
         fa2patch.apply(forgotten)
         forget(forgotten)
@@ -91,7 +94,7 @@ class Life:
         patch.revert()
         sys.setprofile(None)
         gc.collect()
-        assert self.namespaces() == self.found and not users()
+        assert namespaces(self.owners) == self.found and not users()
 
 
 def lived(family, other, chosen):
@@ -126,3 +129,53 @@ def test_a_forgotten_model_is_collected_while_another_one_lives(family, other):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_forgotten_model_is_collected_at_every_call(family, other):
     lived(family, family if other == "the same" else other, lambda places: range(len(places)))
+
+
+def in_four_threads(models):
+    """Patch models in four threads; each computes and is then forgotten or reverted, and the collector runs at random.
+
+    The order of the threads is the machine's. What each thread does is fixed by its seed.
+    """
+    families = ("llama", "mistral", "gpt_neo")
+    plain = {family: built(family) for family in families}
+    expected, found, owners = {}, [], []
+    for family, model in plain.items():
+        patch = fa2patch.apply(model)
+        expected[family] = model(**BATCH).logits.detach()
+        owners += [used.owner for used in used_by(patch)]
+        patch.revert()
+    before = namespaces(owners)
+
+    def live(seed):
+        chosen, kept = random.Random(seed), []
+        for _ in range(models // 4):
+            family = chosen.choice(families)
+            model = copy.deepcopy(plain[family])
+            patch = fa2patch.apply(model)
+            logits = model(**BATCH).logits.detach()
+            found.append(torch.equal(logits, expected[family]) and all(layer.state == "applied" for layer in patch.layers))
+            end = chosen.choice(("forget", "revert", "keep", "copy"))
+            if end == "forget":
+                forget(model)
+            elif end == "revert":
+                patch.revert()
+            elif end == "copy":
+                forget(copy.deepcopy(model))
+            kept = [*kept, model][-4:] if end == "keep" else kept
+            del model, patch
+            if chosen.random() < 0.3:
+                gc.collect()
+
+    with collected_by_hand():
+        in_threads(*(functools.partial(live, seed) for seed in range(4)), times=1)
+    assert found == [True] * models
+    assert namespaces(owners) == before and not users()
+
+
+def test_models_live_in_four_threads():
+    in_four_threads(40)
+
+
+@pytest.mark.slow
+def test_a_thousand_models_live_in_four_threads():
+    in_four_threads(1000)

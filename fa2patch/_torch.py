@@ -245,6 +245,14 @@ def between_compilations(change: Callable[[], None]) -> None:
         lock.release()
 
 
+def no_compilation() -> AbstractContextManager[Any]:
+    """Inside this context no other thread compiles a graph; if one does, this waits until that is done.
+
+    What is replaced here may be what that thread has traced, and its guards would fail.
+    """
+    return _lock_of_dynamo() or contextlib.nullcontext()
+
+
 def _made_with(lock: Any, change: Callable[[], None]) -> None:
     with lock:
         change()

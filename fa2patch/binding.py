@@ -4,6 +4,10 @@ What is installed is a plain function and never one of wrapt's wrappers, because
 FunctionWrapper to the original code (rule 5 of CONTRIBUTING.md). A binding is shared by all models that need it, holds
 them weakly and is undone with the last of them. If other code has replaced the attribute again by then, its replacement
 stays and the binding below it has no effect. The binding is removed as soon as that replacement is gone.
+
+The collector may run a finalizer between any two lines, in any thread. So a finalizer changes nothing here and waits for
+nothing: it says that something is due, and that is done when nobody is :func:`changing` bindings. For the same reason
+users are held in sets of plain weak references, which no callback changes, and not in a WeakSet.
 """
 
 from __future__ import annotations
@@ -13,39 +17,59 @@ import functools
 import sys
 import threading
 import weakref
+from collections.abc import Iterable, Iterator
 from types import ModuleType
 from typing import Any, Callable
 
-from ._torch import between_compilations
+from ._torch import between_compilations, no_compilation
 
 ABSENT = object()
 """Stands for the original value if the owner did not have the attribute."""
 
-LOCK = threading.RLock()
+Users = set[weakref.ref[Any]]
+
+_lock: Any = threading.RLock()
+_due = False
 _bindings: list[Binding] = []
-_waiting: dict[tuple[str, Callable[[ModuleType, Any], None]], weakref.WeakSet[Any]] = {}
+_waiting: dict[tuple[str, Callable[[ModuleType, Any], None]], Users] = {}
+
+
+@contextlib.contextmanager
+def changing(waits: bool = False) -> Iterator[None]:
+    """Inside this context no other thread changes a binding, and no finalizer does. What is due is done at its end.
+
+    Contexts may be nested. While a graph is being compiled, in any thread, it is done as soon as that is over.
+
+    Args:
+        waits: whether no other thread may compile meanwhile, as where a model is patched. A thread that compiles may
+            change bindings, so this must not be asked for inside another context that has not waited.
+    """
+    try:
+        with no_compilation() if waits else contextlib.nullcontext(), _lock:
+            yield
+    finally:
+        _settle()
 
 
 class Binding:
-    """The replacement of ``owner.attribute`` by ``make(original)``, applied when it is created.
+    """The replacement of ``owner.attribute`` by ``make(original)``.
 
     Attributes:
         owner: a class, a module or any other object.
         original: the owner's own value before, or :data:`ABSENT`.
         replacement: the installed value; a ``staticmethod`` if the original is one.
         users: the patches that need this binding, held weakly.
-        waited_for: ``id`` of the foreign replacement on top whose end :meth:`undo` waits for, else 0.
+        waited_for: the foreign replacement on top whose end :meth:`undo` waits for, held weakly; else None.
     """
 
-    def __init__(self, owner: Any, attribute: str, make: Callable[[Any], Any]) -> None:
+    def __init__(self, owner: Any, attribute: str, make: Callable[[Any], Any], user: Any) -> None:
         self.owner, self.attribute = owner, attribute
+        self.users: Users = {weakref.ref(user)}
+        self.waited_for: weakref.ref[Any] | None = None
         self.original = vars(owner).get(attribute, ABSENT)
         static = isinstance(self.original, staticmethod)
         made = make(self.original.__func__ if static else self.original)
         self.replacement = staticmethod(made) if static else made
-        self.users: weakref.WeakSet[Any] = weakref.WeakSet()
-        self.waited_for = 0
-        setattr(owner, attribute, self.replacement)
 
     @property
     def state(self) -> str:
@@ -61,10 +85,10 @@ class Binding:
             on_top = vars(self.owner).get(self.attribute, ABSENT)
             if on_top is self.original:
                 return True  # an earlier patch has restored the original already
-            if id(on_top) != self.waited_for:
+            if self.waited_for is None or self.waited_for() is not on_top:
                 with contextlib.suppress(TypeError):  # a value without weak references cannot be waited for
-                    weakref.finalize(on_top, _undo_unused).atexit = False
-                    self.waited_for = id(on_top)
+                    weakref.finalize(on_top, _forgotten).atexit = False
+                    self.waited_for = weakref.ref(on_top)
             return False
         if self.original is ABSENT:
             delattr(self.owner, self.attribute)
@@ -75,28 +99,26 @@ class Binding:
 
 def bind(owner: Any, attribute: str, make: Callable[[Any], Any], user: Any) -> Binding:
     """Add a user to the binding of this attribute. A new binding is applied if there is none, or it is covered."""
-    with LOCK:
+    with changing():
         if not used_by(user):
-            weakref.finalize(user, _undo_unused).atexit = False
+            weakref.finalize(user, _forgotten).atexit = False
         for binding in reversed(_bindings):
             if binding.owner is owner and binding.attribute == attribute and binding.state == "applied":
-                break
-        else:
-            binding = Binding(owner, attribute, make)
-            _bindings.append(binding)
-        binding.users.add(user)
+                binding.users.add(weakref.ref(user))
+                return binding
+        binding = Binding(owner, attribute, make, user)
+        _bindings.append(binding)  # before it is applied: an interrupt between the two leaves nothing that is unknown
+        setattr(owner, attribute, binding.replacement)
         return binding
 
 
 def release(user: Any) -> None:
-    """Remove a user from every binding and undo the bindings that have no users left.
-
-    While a graph is being compiled, in any thread, they are undone as soon as that is done.
-    """
-    with LOCK:
+    """Remove a user from every binding. Those that have no users left are undone at the end of :func:`changing`."""
+    global _due
+    with changing():
         for binding in _bindings:
-            binding.users.discard(user)
-        _undo_unused()
+            binding.users.discard(weakref.ref(user))
+        _due = True
 
 
 def when_imported(module: str, then: Callable[[ModuleType, Any], None], user: Any) -> None:
@@ -104,46 +126,64 @@ def when_imported(module: str, then: Callable[[ModuleType, Any], None], user: An
 
     A user without bindings counts as gone, so it must have some before this is called.
     """
-    with LOCK:
+    with changing():
         if module in sys.modules:
             then(sys.modules[module], user)
-            return
-        import wrapt  # 15 modules, and only what is still to be imported needs them
+        if (module, then) in _waiting:  # if it is there already, another thread has imported half of it
+            _waiting[module, then].add(weakref.ref(user))
+        elif module not in sys.modules:
+            import wrapt  # 15 modules, and only what is still to be imported needs them
 
-        if (module, then) not in _waiting:
-            _waiting[module, then] = weakref.WeakSet()
+            _waiting[module, then] = {weakref.ref(user)}
             wrapt.register_post_import_hook(functools.partial(_arrived, module, then), module)
-        _waiting[module, then].add(user)
 
 
 def _arrived(name: str, then: Callable[[ModuleType, Any], None], module: ModuleType) -> None:
-    with LOCK:
-        for user in _waiting.pop((name, then), ()):
+    with changing():
+        for user in _alive(_waiting.pop((name, then), ())):
             if used_by(user):
                 then(module, user)
 
 
 def used_by(user: Any) -> list[Binding]:
     """The bindings of one user, in the order in which they were made."""
-    with LOCK:
-        return [binding for binding in _bindings if user in binding.users]
+    with changing():
+        return [binding for binding in _bindings if weakref.ref(user) in binding.users]
 
 
 def users() -> set[Any]:
     """Everything that uses a binding."""
-    with LOCK:
-        return {user for binding in _bindings for user in binding.users}
+    with changing():
+        return {user for binding in _bindings for user in _alive(binding.users)}
+
+
+def _alive(refs: Iterable[weakref.ref[Any]]) -> list[Any]:
+    return [user for user in [each() for each in refs] if user is not None]
+
+
+def _forgotten() -> None:
+    """Finalizer of users, and of what covers a binding."""
+    global _due
+    if not _due:  # else whoever has said so, or holds the lock, does it
+        _due = True
+        _settle()
+
+
+def _settle() -> None:
+    if _due and not _lock._is_owned():
+        between_compilations(_undo_unused)
 
 
 def _undo_unused() -> None:
-    between_compilations(_undo)
-
-
-def _undo() -> None:
-    with LOCK:
-        unused = [binding for binding in reversed(_bindings) if not list(binding.users)]
-        for binding in unused:
-            if binding in _bindings:  # a finalizer may run this function during the loop
-                _bindings.remove(binding)
-                if not binding.undo():
-                    _bindings.append(binding)
+    """Undo bindings without users, again until nothing is due. Another thread that holds the lock will do it."""
+    global _due
+    while _due and not _lock._is_owned() and _lock.acquire(blocking=False):
+        try:
+            _due = False
+            for refs in (*_waiting.values(), *(binding.users for binding in _bindings)):
+                refs.difference_update([each for each in refs if each() is None])
+            for binding in reversed(_bindings.copy()):
+                if not binding.users and binding.undo():
+                    _bindings.remove(binding)
+        finally:
+            _lock.release()

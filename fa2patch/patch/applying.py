@@ -12,7 +12,7 @@ import torch
 
 from .. import added, kernels
 from .._types import Function
-from ..binding import LOCK, release, used_by
+from ..binding import changing, used_by
 from ..errors import BadArgument, LayerNotPatchable, UnsupportedNumPy, UnsupportedTransformers
 from ..upstream import foreign
 from ..upstream.find_layers import ModelLayers
@@ -97,7 +97,7 @@ def apply(
     added.load()
     _check_options(kernel, prove, padded_batches)
     budget = None if max_tokens is None else budget_of(max_tokens, too_long)
-    with walked_once():
+    with changing(waits=True), walked_once():
         patch = _applied(model, kernel, architecture, prove, padded_batches)
     if budget is not None:
         patch.budget = budget
@@ -147,7 +147,7 @@ def _check_options(kernel: str | kernels.Kernel | None, prove: bool | str | None
 
 
 def _install(patch: Patch, modules: list[Any]) -> None:
-    """Bind every site of a new patch and mark its models, or change nothing and raise.
+    """Bind every site of a new patch and mark its models, or leave everything as it was and raise.
 
     Args:
         patch: the patch.
@@ -162,17 +162,16 @@ def _install(patch: Patch, modules: list[Any]) -> None:
                 "one. Nothing was patched. Call fa2patch.apply(model) before whatever replaces it."
             )
     originals = {module: type(module).forward for module in modules}
-    with LOCK:
-        try:
-            patch.bind()
-        except BaseException:
-            release(patch)
-            raise
+    try:
+        patch.bind()
         patch.mark()
         for module, original in originals.items():
             for name in _held_under(module, original):
                 patch.rehooked.append((module, name, module.__dict__[name]))
                 module.__dict__[name] = types.MethodType(type(module).forward, module)
+    except BaseException:
+        patch.revert()
+        raise
 
 
 def revert(model: object) -> None:

@@ -12,7 +12,7 @@ import torch.fx
 
 from .. import kernels
 from .._types import Function
-from ..binding import LOCK, bind, release, used_by, users, when_imported
+from ..binding import bind, changing, release, used_by, users, when_imported
 from ..upstream import embeddings, foreign, hooks
 from ..upstream.architectures import Architecture
 from ..upstream.calls import refuse_recording
@@ -122,6 +122,7 @@ class Patch:
         """See :func:`fa2patch.patch.examining.capture_unpacked`."""
         examining.capture_unpacked(self.examination.number)
 
+    @changing(waits=True)
     def renew(
         self,
         kernel: str | kernels.Kernel | None = None,
@@ -141,9 +142,8 @@ class Patch:
         named = self.named if named is None else named
         layers = ModelLayers(self.model, named)
         planned = plan_model(layers, self.facts.padded if padded is None else padded)
-        with LOCK:
-            for site in planned.sites:
-                site.bind(self)
+        for site in planned.sites:
+            site.bind(self)
         self.named = named
         if kernel is not None and kernel != (self.picks.given or self.picks.name):
             self.picks = kernels.Picks(kernel)
@@ -155,6 +155,7 @@ class Patch:
         self.examination.under_way = under_way
         self.mark()
 
+    @changing(waits=True)
     def bind(self) -> None:
         """Replace every site of the plan, and what other packages do around a model: PEFT, Trainer and torch.fx."""
         for site in self.plan.sites:
@@ -207,7 +208,7 @@ class Patch:
 
         If the model shares its base model with another one that is patched, the base model stays patched for that one.
         """
-        with LOCK, walked_once():
+        with changing(), walked_once():
             modules = named_modules(self.model).values()
             own = {module for module in modules if module.__dict__.get(MARK) is self}
             for module in modules:

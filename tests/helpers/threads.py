@@ -4,14 +4,14 @@ import sys
 import threading
 
 
-def in_threads(*works):
-    """Return what each function returned in three runs. The first error of any is raised here."""
+def in_threads(*works, times=3):
+    """Return what each function returned in three runs, or so many. The first error of any is raised here."""
     barrier, results = threading.Barrier(len(works)), [None] * len(works)
 
     def run(index, work):
         barrier.wait()
         try:
-            results[index] = [work() for _ in range(3)]
+            results[index] = [work() for _ in range(times)]
         except BaseException as error:
             results[index] = error
 

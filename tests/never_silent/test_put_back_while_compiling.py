@@ -1,7 +1,8 @@
-"""A patch that ends while a graph is being compiled: originals are put back, and the compilation does not notice."""
+"""A patch that begins or ends while a graph is being compiled, of which the compilation does not notice anything."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
 import time
@@ -83,28 +84,50 @@ def test_what_this_thread_compiles(users, ends):
     assert torch.equal(compiled(torch.ones(2)), torch.full((2,), 4.0))
 
 
-@pytest.mark.parametrize("ends", [released, collected])
-def test_what_another_thread_compiles(users, ends):
-    inside, done = threading.Event(), threading.Event()
+@contextlib.contextmanager
+def compiled_meanwhile(function, *args, **kwargs):
+    """Another thread compiles a function and waits in the middle of that; the list holds what it returns at the end."""
+    inside, done, found = threading.Event(), threading.Event(), []
 
     def backend(graph, inputs):
         inside.set()
         done.wait(10)
         return graph
 
-    module, found = Owner(), []
-
     def compile_it():
-        found.append(torch.compile(lambda x: module(x) * 2, backend=backend)(torch.ones(2)))
+        found.append(torch.compile(function, backend=backend)(*args, **kwargs))
 
     thread = threading.Thread(target=compile_it)
     thread.start()
     assert inside.wait(60)
-    ends(users)
-    assert vars(Owner)["forward"] is not STOCK
-    done.set()
-    thread.join(60)
+    try:
+        yield found
+    finally:
+        done.set()
+        thread.join(60)
+
+
+@pytest.mark.parametrize("ends", [released, collected])
+def test_what_another_thread_compiles(users, ends):
+    module = Owner()
+    with compiled_meanwhile(lambda x: module(x) * 2, torch.ones(2)) as found:
+        ends(users)
+        assert vars(Owner)["forward"] is not STOCK
     assert torch.equal(found[0], torch.full((2,), 4.0)) and is_back()
+
+
+def test_a_first_model_is_patched_while_another_thread_compiles_an_unpatched_one():
+    """It waits for that: the guards of the graph would fail, as what was traced would be another function."""
+    torch._dynamo.reset()
+    model, plain, ids = llama(), llama(), torch.cat(DOCS)[None]
+    expected = plain(input_ids=ids).logits
+    applying = threading.Thread(target=fa2patch.apply, args=(model,))
+    with compiled_meanwhile(plain, input_ids=ids) as found:
+        applying.start()
+        applying.join(0.5)
+    applying.join(60)
+    assert torch.equal(found[0].logits, expected)
+    assert fa2patch.status(model) is not None and fa2patch.status(plain) is None
 
 
 def test_without_a_compilation_they_are_back_at_once(users):

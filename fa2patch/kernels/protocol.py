@@ -34,8 +34,8 @@ class Options:
     """The options of an attention layer besides q, k and v.
 
     Attributes:
-        scale: factor of the logits; None means ``head_dim ** -0.5``. A tensor (a learned temperature, one for each head)
-            is of a shape that the logits ``[batch, heads, queries, 1]`` can be multiplied by; see :func:`scaled`.
+        scale: factor of the logits; None means ``head_dim ** -0.5``. A tensor (a learned temperature, one value
+            for each head) is multiplied by logits ``[batch, heads, queries, keys]``, and has one value for all keys.
         causal: whether a query sees no later key.
         window: sliding window W in tokens: a query at i sees only keys j with ``|i - j| < W``. None is no window. (As
             in eager attention and in Transformers' flash path since 4.56; up to 4.55 that path saw one token more.)
@@ -112,12 +112,12 @@ def times(states: torch.Tensor, factor: torch.Tensor, by: Callable[..., torch.Te
             return product
     raise PackingNotIsolated(
         f"an attention layer's scale: expected a number, or a tensor with one value for each head or query, found "
-        f"{list(factor.shape)} for queries {list(states.shape)}. Packed attention cannot scale keys apart. Train padded."
+        f"{list(factor.shape)} for queries {list(states.shape)}. No kernel scales keys apart. Train padded."
     )
 
 
 def scaled(q: torch.Tensor, options: Options) -> tuple[torch.Tensor, Options]:
-    """Multiply the queries ``[batch, length, heads, head dim]`` by a scale that is a tensor, so that its gradient flows.
+    """Multiply queries ``[batch, length, heads, head dim]`` by a scale that is a tensor, so that its gradient flows.
 
     Returns:
         The queries, and options with a number for the scale.

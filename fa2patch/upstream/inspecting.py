@@ -120,7 +120,7 @@ def reads_name(function: object, name: str) -> bool:
 
 
 def casts_states(function: object) -> bool:
-    """Whether an attention function, or a layer's forward, hands float32 states on to flash attention in half precision."""
+    """Whether an attention function, or a layer's forward, is a flash one, which casts float32 states."""
     return reads_name(function, "_flash_attention_forward")
 
 

@@ -77,8 +77,8 @@ def compute_dtype(
 
     In half-precision models, float32 norms, LoRA weights or rotary tables upcast some of them. If at least one is still
     in half precision, all are cast to that dtype. Otherwise, where the layer has Transformers' own flash path, which
-    ``casts`` them, the rule is its rule (integrations/flash_attention.py, get_target_dtype). Elsewhere float32 stays
-    what it is: weights may be stored in another dtype than that of the activations.
+    ``casts`` them, the rule is its rule (integrations/flash_attention.py, get_target_dtype). Elsewhere it is the dtype
+    of v: weights may be stored in another dtype than that of the activations.
 
     Returns:
         The dtype, and the names that lead to the weight; no names if no weight decides, None if the answer may be
@@ -96,7 +96,7 @@ def compute_dtype(
     if quantized is not None:
         return quantized, None
     if not casts:
-        return q.dtype, ()
+        return v.dtype, ()  # as eager code casts its weights
     for name, weight in layer.named_parameters() if layer is not None else ():
         if weight.dim() >= 2 and weight.dtype in _COMPUTED:
             return weight.dtype, tuple(name.split("."))

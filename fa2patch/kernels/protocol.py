@@ -104,10 +104,10 @@ def times(states: torch.Tensor, factor: torch.Tensor, by: Callable[..., torch.Te
 
     ``by`` may divide instead. The product is rounded once, to the dtype of the queries.
     """
-    if factor.dim() == 0:
-        factor = factor[None]  # of a single number torch would take the dtype for less
-    if factor.shape[-1] == 1 and factor.dim() <= states.dim():
-        product = by(states, factor.to(states.device)).to(states.dtype)
+    if factor.dim() == 0 and factor.device == states.device:  # one of the host is no copy, nor a wait
+        factor = factor[None]  # a dimension, so that the product has the better dtype of both
+    if factor.dim() == 0 or (factor.shape[-1] == 1 and factor.dim() <= states.dim()):
+        product = by(states, factor).to(states.dtype)
         if product.shape == states.shape:
             return product
     raise PackingNotIsolated(

@@ -135,10 +135,10 @@ class Scores:
     reshape = view
 
     def __mul__(self, factor: Any) -> Scores:
-        if isinstance(factor, torch.Tensor) and self.softcap is not None:
-            factor = one_number("softcap", factor)
         if isinstance(factor, torch.Tensor) and not self.weights:
-            return self._times(factor)
+            if self.softcap is None:
+                return self._times(factor)
+            factor = one_number("softcap", factor)
         if not isinstance(factor, (int, float)) or self.weights:
             raise _unsaid("multiplied by something other than a number")
         softcap = None if self.softcap is None else (self.softcap or 1) * factor
@@ -149,7 +149,7 @@ class Scores:
     def __truediv__(self, divisor: Any) -> Scores:
         if isinstance(divisor, torch.Tensor) and self.softcap is None and not self.weights:
             return self._times(divisor, torch.true_divide)  # GPT-2 and GPT-J; to make it a number would be a read
-        return self * (1 / divisor)
+        return self * (1 / divisor if isinstance(divisor, (int, float, torch.Tensor)) else divisor)
 
     def _times(self, factor: torch.Tensor, by: Function = torch.mul) -> Scores:
         """Multiply or divide the queries, in the shape that the scores have for the layer, by a tensor."""

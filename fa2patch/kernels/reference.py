@@ -209,11 +209,11 @@ def _computed(
     """The output from the operator's inputs. A seed makes the backward drop the weights that the forward dropped."""
     options = replace(Options(*numbers), sinks=sinks, alibi_slopes=slopes)
     boundaries = Boundaries(cu_seqlens, 0, parents=parents, until=until)
-    if seed is None:
-        return over_documents(q, k, v, boundaries, options)
-    with torch.random.fork_rng([q.device] if q.device.type == "cuda" else []):
-        torch.manual_seed(int(seed))
-        return over_documents(q, k, v, boundaries, options)
+    with torch.random.fork_rng([q.device] if q.device.type == "cuda" else [], enabled=seed is not None):
+        if seed is not None:
+            torch.manual_seed(int(seed))
+        output = over_documents(q, k, v, boundaries, options)
+    return output.contiguous()  # as _fake says: a graph reshapes it without a copy
 
 
 @contextlib.contextmanager

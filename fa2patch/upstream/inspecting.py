@@ -119,6 +119,11 @@ def reads_name(function: object, name: str) -> bool:
     return name in names_read(function)
 
 
+def casts_states(function: object) -> bool:
+    """Whether an attention function, or a layer's forward, is a flash one, which casts float32 states."""
+    return reads_name(function, "_flash_attention_forward")
+
+
 def has_constant(function: object, value: object) -> bool:
     """Whether a function's code contains this constant."""
     return value in getattr(code_of(function), "co_consts", ())

@@ -17,9 +17,9 @@ from .._types import Args, Call, Function
 from ..documents.boundaries import Boundaries
 from ..errors import BadParents, PackingNotIsolated
 from ..kernels import Options, Picks, asked_by, packed_attention
-from ..kernels.protocol import require_within
+from ..kernels.protocol import require_within, scaled
 from .facts import Facts
-from .prepared import LOOKED_AT, MOST, OPTIONS, Prepared, compute_dtype
+from .prepared import LOOKED_AT, MOST, OPTIONS, PLAIN, Prepared, compute_dtype
 from .ulysses import RowPart
 
 MASK = "attention_mask"
@@ -75,6 +75,7 @@ class PackedMask:
         v: torch.Tensor,
         options: Options,
         kind: Hashable = None,
+        casts: bool = False,
     ) -> torch.Tensor:
         """Compute packed attention for a layer, in the dtype of :func:`~.prepared.compute_dtype`.
 
@@ -85,6 +86,7 @@ class PackedMask:
             v: ``[batch, length, key heads, value head dim]``.
             options: what the layer asks for. The mask's window and the registry's quirks override it.
             kind: the call's :meth:`kind_of`, under which what is found is kept for later calls.
+            casts: whether the layer's own function would cast float32 states, as Transformers' flash path does.
 
         Returns:
             ``[batch, length, query heads, value head dim]``.
@@ -103,7 +105,9 @@ class PackedMask:
             q = quirks.queries(module, q, self._counted())
         if self.window is not None:  # eager attention has its window in the mask only
             options = replace(options, window=self.window or None)
-        dtype, weight = compute_dtype(module, q, k, v)
+        if isinstance(options.scale, torch.Tensor):
+            q, options = scaled(q, options)
+        dtype, weight = compute_dtype(module, q, k, v, casts)
         if not (q.dtype is k.dtype is v.dtype is dtype):
             q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
         if self.part is not None:
@@ -138,20 +142,24 @@ class PackedMask:
             )
         return options
 
-    def kind_of(self, layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, asked: Call) -> Hashable:
+    def kind_of(
+        self, layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, asked: Call, casts: bool = False
+    ) -> Hashable:
         """The kind of a layer's call, under which :class:`~.prepared.Prepared` is kept; None if it must be looked at.
 
         Args:
             layer: the layer.
             query, key, value: ``[batch, heads, length, head dim]``.
             asked: the keywords of the call.
+            casts: as for :meth:`attend`.
         """
         documents, quirks, get, dtype = self.boundaries, self.facts.architecture, asked.get, query.dtype
         if layer is None or self.part is not None or documents.until is not None or query.is_meta:
             return None
         if quirks.adjust is not None or quirks.queries is not None:
             return None
-        if get("s_aux") is not None or get("sinks") is not None:
+        options = (*map(get, OPTIONS),)
+        if not PLAIN.issuperset(map(type, options)):
             return None
         for name in asked:
             if name not in LOOKED_AT and isinstance(asked[name], torch.Tensor):
@@ -164,7 +172,7 @@ class PackedMask:
             of_value[1], dim, of_value[3], dtype, key.dtype, value.dtype, query.device,
             autocast_dtype(query) if dtype is torch.float32 else None,
             torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad),
-            torch._C._get_deterministic_algorithms(), *map(get, OPTIONS),
+            torch._C._get_deterministic_algorithms(), casts, *options,
         )  # fmt: skip
 
     def attend_again(

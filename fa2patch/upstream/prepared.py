@@ -2,8 +2,8 @@
 
 To look at options, weights, quirks and kernels takes forty calls of Python in every layer, and the answer is that of
 the batch before. So it is kept under the kind of the call, which is all that the answer depends on and that may change
-from one call to the next. What is rare is no kind and is looked at in each call: sinks, spans, parts of rows, the
-registry's quirks, a dtype that quantization has set.
+from one call to the next. What is rare is no kind and is looked at in each call: sinks and other options that are
+tensors, spans, parts of rows, the registry's quirks, a dtype that quantization has set.
 """
 
 from __future__ import annotations
@@ -17,11 +17,14 @@ from ..documents.names import LABELS, LENGTHS
 from ..kernels import Kernel, Options
 from ..kernels.picks import Computed
 
-OPTIONS = ("scaling", "sliding_window", "softcap", "dropout", "is_causal")
-"""The keywords by which a layer says what it asks for, beside sinks."""
+OPTIONS = ("scaling", "sliding_window", "softcap", "dropout", "is_causal", "s_aux", "sinks")
+"""The keywords by which a layer says what it asks for."""
+
+PLAIN = frozenset((type(None), bool, int, float))
+"""The types of the options of a call that is kept. A tensor's values may change from call to call: sinks, a scale."""
 
 KNOWN_TENSORS = frozenset((
-    "s_aux", "sinks", "position_ids", "cache_position", "position_embeddings", "cumulative_seqlens_q",
+    "position_ids", "cache_position", "position_embeddings", "cumulative_seqlens_q",
     "cumulative_seqlens_k", "num_items_in_batch", *LABELS, *LENGTHS,
 ))  # fmt: skip
 """The keywords with tensors whose meaning for a packed batch is known."""
@@ -68,13 +71,14 @@ class Prepared(NamedTuple):
 
 
 def compute_dtype(
-    layer: torch.nn.Module | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    layer: torch.nn.Module | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, casts: bool
 ) -> tuple[torch.dtype, tuple[str, ...] | None]:
     """One dtype for q, k and v, and the way to the weight that decides it.
 
     In half-precision models, float32 norms, LoRA weights or rotary tables upcast some of them. If at least one is still
-    in half precision, all are cast to that dtype. Otherwise the rule is that of Transformers' own flash path
-    (integrations/flash_attention.py, get_target_dtype).
+    in half precision, all are cast to that dtype. Otherwise, where the layer has Transformers' own flash path, which
+    ``casts`` them, the rule is its rule (integrations/flash_attention.py, get_target_dtype). Elsewhere it is the dtype
+    of v: weights may be stored in another dtype than that of the activations.
 
     Returns:
         The dtype, and the names that lead to the weight; no names if no weight decides, None if the answer may be
@@ -91,6 +95,8 @@ def compute_dtype(
     quantized: torch.dtype | None = getattr(getattr(layer, "config", None), "_pre_quantization_dtype", None)
     if quantized is not None:
         return quantized, None
+    if not casts:
+        return v.dtype, ()  # as eager code casts its weights
     for name, weight in layer.named_parameters() if layer is not None else ():
         if weight.dim() >= 2 and weight.dtype in _COMPUTED:
             return weight.dtype, tuple(name.split("."))

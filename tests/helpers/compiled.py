@@ -7,9 +7,9 @@ from packed_rows import built
 import fa2patch
 
 
-def on_the_interface_seam(family):
+def on_the_interface_seam(family, **changes):
     """Return a patched model. It is eager if there is no sdpa, which makes no difference to packed rows."""
-    model = built(family)
+    model = built(family, **changes)
     if {layer.seam for layer in fa2patch.apply(model).layers} != {"interface"}:
         pytest.skip(f"{family} is not on the interface seam of this Transformers")
     return model

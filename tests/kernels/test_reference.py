@@ -239,6 +239,19 @@ def test_torch_accepts_the_operator(sinks, spans):
     torch.library.opcheck(torch.ops.fa2patch.reference.default, (*states_of, *tensors, 0.3, True, 2, 2.0, 0.0))
 
 
+@has_operator
+@pytest.mark.parametrize("lengths", [(6,), (1,), (3, 3), (1, 3, 2), (0, 6)], ids=str)
+@of_each_special
+def test_the_operators_results_lie_in_memory_as_a_graph_expects(special, lengths):
+    """A graph is made from fake results, and reshapes the real ones in place."""
+    for value_dim in (DIM, 6):
+        q, k, v = states(lengths, value_dim=value_dim)
+        q, k, v = (x.detach().transpose(0, 1).contiguous().transpose(0, 1).requires_grad_() for x in (q, k, v))
+        output = operator(q, k, v, documents(lengths), Options(scale=0.3, **special))
+        assert output.is_contiguous()
+        assert all(x.is_contiguous() for x in torch.autograd.grad(output.sum(), [q, k, v]))
+
+
 # Cost
 
 

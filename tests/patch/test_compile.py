@@ -106,6 +106,18 @@ def test_gradients_through_the_compilers_own_autograd():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("family", ["mistral", "gemma2", "gemma3", "gpt_oss"])
+def test_a_row_of_one_document_between_packed_ones_of_a_model_with_a_window(family):
+    """AOTAutograd reshapes an operator's results without a copy, as their fake ones say that it can."""
+    torch._dynamo.reset()
+    model = on_the_interface_seam(family, sliding_window=4)
+    compiled = torch.compile(model, backend="aot_eager", dynamic=True)
+    for lengths in ((7, 1, 12, 4), (24,), (5, 5, 5)):
+        assert_like_eager(compiled, model, batch(*lengths))
+    torch._dynamo.reset()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("spoilt", "message"),
     [

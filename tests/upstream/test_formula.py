@@ -193,8 +193,8 @@ def a_softcap_of_masked_scores():
 
 UNSAYABLE = [
     ("multiplied by something other than a number", by_a_head_mask),
-    ("multiplied by something other than a number", lambda: capped(lambda scores: scores) / torch.tensor(0.2)),
-    ("multiplied by something other than a number", lambda: capped(lambda scores: scores * 2.0) / torch.tensor(0.2)),
+    ("softcap: expected a number", lambda: capped(lambda scores: scores) / torch.tensor([0.2, 0.3])),
+    ("softcap: expected a number", lambda: capped(lambda scores: scores * 2.0) / torch.tensor([0.2, 0.3])),
     ("added to something other than the mask", by_a_bias),
     ("along something other than the keys", lambda: torch.nn.functional.softmax(scores_of(), dim=1)),
     ("handed to torch's where", lambda: torch.where(SEES, scores_of(), torch.ones(3, 3))),
@@ -253,6 +253,8 @@ def capped(of_scores):
 
 def test_a_factor_after_the_softcap_is_one_of_the_cap_too():
     scores = capped(lambda scores: scores * 2.0 * 0.5)
+    assert (scores.softcap, scores.scale) == (1.0, pytest.approx(0.3))
+    scores = capped(lambda scores: scores * 2.0 / torch.tensor(2.0))
     assert (scores.softcap, scores.scale) == (1.0, pytest.approx(0.3))
 
 

@@ -46,7 +46,10 @@ class Noting(Reference):
 
 
 class Layer:
-    """A patched layer, its attention function and what the function is called with."""
+    """A patched layer, its attention function and what the function is called with.
+
+    The function is the flash one, for which the dtype of a weight decides, too.
+    """
 
     def __init__(self, dtype=torch.float32):
         self.kernel = Noting()
@@ -54,7 +57,7 @@ class Layer:
         self.patch = fa2patch.apply(self.model, kernel=self.kernel)
         self.module = self.model.model.layers[0].self_attn
         self.mask = packed_mask_of(pack(documents(5, 9, 3)), self.patch)
-        self.attention = modeling_llama.ALL_ATTENTION_FUNCTIONS["sdpa"]
+        self.attention = modeling_llama.ALL_ATTENTION_FUNCTIONS["flash_attention_2"]
         self.states = {name: self.of_heads(2, dtype=dtype) for name in ("query", "key", "value")}
         self.options = {"dropout": 0.0, "scaling": 0.3}
         self.context = contextlib.nullcontext
@@ -136,6 +139,11 @@ def replaced(name, *inside):
     return change
 
 
+def with_a_function_that_casts_nothing(layer):
+    layer.module.to(half)
+    layer.attention = modeling_llama.ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+
 half, of_heads = torch.bfloat16, Layer.of_heads
 CHANGES = {
     "a layer that is not causal": lambda layer: setattr(layer.module, "is_causal", False),
@@ -168,6 +176,7 @@ CHANGES = {
     "a window": with_options(sliding_window=2),
     "softcap": with_options(softcap=3.0),
     "dropout": with_options(dropout=1.0),
+    "a function that casts nothing": with_a_function_that_casts_nothing,
     "a weight in half precision": lambda layer: layer.module.q_proj.to(half),
     "a weight that is gone": replaced("q_proj"),
     "a module of another kind around the weight": replaced("q_proj", torch.nn.Identity()),
@@ -191,6 +200,26 @@ def test_a_change_gives_what_it_gives_where_nothing_is_kept(change):
         else:
             assert torch.equal(found[0], expected[0])
     assert kept.kernel.asked >= fresh.kernel.asked
+
+
+def test_states_are_cast_to_the_dtype_of_weights_only_by_a_function_that_does_so():
+    layer = Layer()
+    layer.module.to(half)
+    assert {layer.computed()[0].dtype for _ in range(3)} == {half}
+    layer.attention = modeling_llama.ALL_ATTENTION_FUNCTIONS["sdpa"]
+    assert {layer.computed()[0].dtype for _ in range(3)} == {torch.float32}
+
+
+def test_a_scale_whose_value_changes_is_looked_at_in_each_call():
+    layer, scale = Layer(), torch.tensor(0.3)
+    layer.options["scaling"] = scale
+    before = layer.computed()[0]
+    scale.mul_(2)
+    changed = layer.computed()[0]
+    assert not layer.patch.picks.prepared
+    layer.options["scaling"] = 0.6
+    assert not torch.allclose(before, changed)
+    torch.testing.assert_close(layer.computed()[0], changed)
 
 
 def test_a_call_that_is_not_causal_is_another_kind():

@@ -239,6 +239,7 @@ def by_formula(
     """
     eager = inspect.unwrap(eager or original)
     names, taken = inspecting.parameter_names(original)[1:], inspecting.parameter_names(eager)[1:]
+    casts = inspecting.casts_states(original)
     formula, helpers = with_scores(eager), {name: with_scores(method) for name, method in methods.items()}
 
     @functools.wraps(original)
@@ -247,7 +248,7 @@ def by_formula(
         if mask is None:
             return original(self, *args, **kwargs)
         window = None if windows is None else windows.of_layer(self)
-        of_layer = FormulaMask.of(mask, self, is_causal(self, windows is not None), window)
+        of_layer = FormulaMask.of(mask, self, is_causal(self, windows is not None), window, casts)
         given = {**dict(zip(names, args)), **kwargs}
         call = {name: of_layer if value is mask else value for name, value in given.items() if name in taken}
         stands_in = helpers or self._buffers or not _ROTARY.isdisjoint(self._modules) or SWITCH in vars(self)
@@ -262,6 +263,8 @@ def routed_table(original: dict[str, Function]) -> dict[str, Function]:
     eager = with_scores(original[EAGER])
 
     def route(function: Function) -> Function:
+        casts = inspecting.casts_states(function)
+
         @functools.wraps(function)
         def attention(*args: Any, **kwargs: Any) -> Any:
             mask = mask_among(chain(args, kwargs.values()))
@@ -272,7 +275,7 @@ def routed_table(original: dict[str, Function]) -> dict[str, Function]:
             causal, window = is_causal(module, not is_fused(eager)), getattr(module, "sliding_window", None)
 
             def of_layer(value: Any) -> Any:
-                return FormulaMask.of(value, module, causal, window) if isinstance(value, PackedMask) else value
+                return FormulaMask.of(value, module, causal, window, casts) if isinstance(value, PackedMask) else value
 
             given = {name: of_layer(value) for name, value in kwargs.items()}
             return without_weights(eager(*map(of_layer, args), **given))

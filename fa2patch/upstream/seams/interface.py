@@ -19,7 +19,7 @@ from ...errors import PackingNotIsolated
 from ...kernels import Options
 from ..facts import Site
 from ..foreign import require_of_model
-from ..inspecting import ATTENTION_FUNCTIONS, reads_name
+from ..inspecting import ATTENTION_FUNCTIONS, casts_states, reads_name
 from ..packed_mask import PackedMask
 from ..prepared import LOOKED_AT
 
@@ -41,6 +41,7 @@ def routed(original: Function) -> Function:
     It raises :class:`PackingNotIsolated` for a packed batch if ``original`` is the user's own.
     """
     asked: set[str] = set()  # modules whose layers may be computed; asking takes ten calls
+    casts = casts_states(original)
 
     @functools.wraps(original)
     def attention(
@@ -56,13 +57,13 @@ def routed(original: Function) -> Function:
             require_of_model(original, module)
             asked.add(home)
         else:
-            kind = mask.kind_of(module, query, key, value, kwargs)
+            kind = mask.kind_of(module, query, key, value, kwargs, casts)
             known = mask.picks.prepared.get(kind)
             if known is not None and known.holds_for(module):
                 return mask.attend_again(module, query, key, value, known), None
         # no generator: dynamo traces each of its steps, in every layer
         q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-        return mask.attend(module, q, k, v, _options(module, kwargs), kind), None
+        return mask.attend(module, q, k, v, _options(module, kwargs), kind, casts), None
 
     return attention
 
@@ -131,12 +132,13 @@ def _options(module: Any, kwargs: Call) -> Options:
                 "not known. If it is a column of your batch that the model does not need (token_type_ids), leave it "
                 "out. Otherwise, please report the model, and train it padded until then."
             )
+    dropout = kwargs.get("dropout")
     said = kwargs.get("is_causal")  # from 4.48 on GPT-2 passes False with a mask, because the mask is causal
     return Options(
         scale=kwargs.get("scaling"),
-        causal=bool(said) or getattr(module, "is_causal", said is None),
+        causal=bool(said) or bool(getattr(module, "is_causal", said is None)),
         window=kwargs.get("sliding_window"),
         softcap=kwargs.get("softcap"),
-        dropout=kwargs.get("dropout") or 0.0,
+        dropout=0.0 if dropout is None else dropout,
         sinks=kwargs.get("s_aux", kwargs.get("sinks")),  # "s_aux" is upstream's name, "sinks" MiMo's
     )

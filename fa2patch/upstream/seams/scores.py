@@ -19,10 +19,12 @@ from ..._torch import compiling
 from ..._types import Args, Call, Function
 from ...errors import PackingNotIsolated
 from ...kernels import Options
+from ...kernels.protocol import one_number, times
 from ..packed_mask import PackedMask
 
 _SOFTMAX = (functional.softmax, torch.softmax, torch.Tensor.softmax)
 _MATMUL = (torch.matmul, torch.bmm, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.Tensor.bmm)
+_PRODUCTS = (torch.mul, torch.multiply, torch.Tensor.mul, torch.Tensor.__mul__, torch.Tensor.__rmul__)
 _AS_THEY_ARE = (torch.isinf, torch.zeros_like)
 """Qwen2-VL (4.45 to 4.52) looks for infinite scores in float16. A kernel makes none."""
 
@@ -39,20 +41,25 @@ class FormulaMask(PackedMask):
 
     Attributes:
         causal: whether tokens see no later ones.
+        casts: as for :meth:`~..packed_mask.PackedMask.attend`.
     """
 
     causal: bool = True
+    casts: bool = False
 
     @classmethod
-    def of(cls, mask: PackedMask, layer: torch.nn.Module | None, causal: bool, window: int | None) -> FormulaMask:
+    def of(
+        cls, mask: PackedMask, layer: torch.nn.Module | None, causal: bool, window: int | None, casts: bool = False
+    ) -> FormulaMask:
         """The packed mask, for this layer. A window of the mask's own goes before the layer's."""
-        known = {**vars(mask), "layer": layer, "causal": causal}
+        known = {**vars(mask), "layer": layer, "causal": causal, "casts": casts}
         return cls(**known if mask.window is not None else {**known, "window": window})
 
     def attended(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
         """Compute packed attention for ``[batch, heads, length, dim]``; the output is a view in that layout."""
         said = Options(causal=self.causal, **options)
-        return self.attend(self.layer, q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), said).transpose(1, 2)
+        states = (x.transpose(1, 2) for x in (q, k, v))
+        return self.attend(self.layer, *states, said, casts=self.casts).transpose(1, 2)
 
     def size(self, dim: int | None = None) -> tuple[int, ...] | int:
         """The size of a 4-D mask, with which eager code compares it (up to 4.39)."""
@@ -128,15 +135,26 @@ class Scores:
     reshape = view
 
     def __mul__(self, factor: Any) -> Scores:
+        if isinstance(factor, torch.Tensor) and not self.weights:
+            if self.softcap is None:
+                return self._times(factor)
+            factor = one_number("softcap", factor)
         if not isinstance(factor, (int, float)) or self.weights:
             raise _unsaid("multiplied by something other than a number")
         softcap = None if self.softcap is None else (self.softcap or 1) * factor
         return self._with(softcap=softcap, scale=self.scale * factor)
 
+    __rmul__ = __mul__
+
     def __truediv__(self, divisor: Any) -> Scores:
-        if isinstance(divisor, torch.Tensor) and divisor.dim() == 0 and self.softcap is None and not self.weights:
-            return self._with(q=self.q / divisor)  # GPT-2 and GPT-J; to make it a number would be a read
-        return self * (1 / divisor if isinstance(divisor, (int, float)) else divisor)
+        if isinstance(divisor, torch.Tensor) and self.softcap is None and not self.weights:
+            return self._times(divisor, torch.true_divide)  # GPT-2 and GPT-J; to make it a number would be a read
+        return self * (1 / divisor if isinstance(divisor, (int, float, torch.Tensor)) else divisor)
+
+    def _times(self, factor: torch.Tensor, by: Function = torch.mul) -> Scores:
+        """Multiply or divide the queries, in the shape that the scores have for the layer, by a tensor."""
+        queries = self.q.reshape(*self.shape[:-1], self.q.shape[-1])
+        return self._with(q=times(queries, factor, by).reshape(self.q.shape))
 
     def __add__(self, mask: object) -> Scores:
         if not isinstance(mask, FormulaMask) or self.weights:
@@ -186,6 +204,8 @@ class Scores:
         if function is functional.dropout and scores.weights:
             given = {**dict(zip(("p", "training"), args[1:])), **kwargs}
             return scores._with(dropout=given["p"] if given.get("training", True) else 0.0)
+        if function in _PRODUCTS:  # of a tensor and scores
+            return scores * (args[1] if args[0] is scores else args[0])
         if function in _MATMUL and args[0] is scores:
             return scores @ args[1]
         if function is torch.tanh and scores.softcap is None and scores.mask is None:

@@ -35,7 +35,7 @@ from ..upstream.step import MARK, ROLE, Patched
 from . import locate
 from .inputs import RowSlice, example, on_its_own, parities, slices_between
 from .replica import replica
-from .runs import Embeddings, left_as_it_was, near, picks, rounding
+from .runs import Embeddings, Rounded, left_as_it_was, picks, rounding, roundings
 from .unknown import unknown, unknown_modules
 
 
@@ -99,8 +99,6 @@ class _Runs:
         self.pooled = _pooled_segments(self.tree, mask)
         self.pools = vars(original)[ROLE].pools
         self.dtype = computed_in(next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0)))
-        # xLSTM computes in float32 inside of float64, and without gradients nothing shows it
-        self.near = near(torch.float32 if self.dtype == torch.float64 else self.dtype)
 
     @functools.cached_property
     def bound(self) -> float:
@@ -137,7 +135,7 @@ class _Runs:
     def require_as_alone(self) -> None:
         """Raise :class:`PackingNotIsolated` if a document's outputs are others than in a row of its own."""
         far = self.from_alone()
-        if far > self.near:
+        if far > 0:
             raise PackingNotIsolated(
                 f"{self.suspect()}, and a document of this packed batch has other outputs than in a row of its own, by "
                 f"{far:.1e} of the largest, also with the same random numbers: something reads the length of the row, "
@@ -147,10 +145,9 @@ class _Runs:
     def from_alone(self) -> float:
         """How far a document's outputs are from those in a row of its own, relative to the largest; 0 if unknown.
 
-        Of a tree, it is the path of a segment. It is 0, too, if one rounding of its embeddings moves it further, as
-        kernels round by the length of a row, and where such a rounding may pick other experts. It is unknown for
-        pictures, whose parts are not known, if something draws random numbers that cannot be made constant, as a kernel
-        with dropout does, and if the document cannot be run by itself.
+        Of a tree, it is the path of a segment. It is 0, too, if rounding moves the row as far, as kernels round by the
+        length of a row. It is unknown for pictures, whose parts are not known, if something draws random numbers that
+        cannot be made constant, as a kernel with dropout does, and if the document cannot be run by itself.
         """
         path = [] if passed(self.call, MEDIA) else self._telling_path()
         if not path:
@@ -169,14 +166,13 @@ class _Runs:
         here, again = (self.outputs(None, seed, constant_draws=True) for seed in (0, 1))
         if distance(again, here) > 0:
             return 0.0
-        inside = [torch.cat([place.of(values) for place in path])[None] for values in here]
-        pairs = [(one, other) for one, other in zip(expected, inside) if one.shape == other.shape]
-        far = max((distance([one], [other]) for one, other in pairs), default=0.0)
-        if far > self.near and (
-            self.bound or far <= distance(alone.outputs(None, constant_draws=True, rounded=True), expected)
-        ):
-            return 0.0
-        return far
+        inside, moved = (
+            [torch.cat([place.of(values) for place in path])[None] for values in each]
+            for each in (here, self.outputs(None, constant_draws=True, rounded=True))
+        )
+        far, rounding = _apart(expected, inside), roundings(self.dtype) * _apart(moved, inside)
+        # the mean, because a token that gets another expert by rounding is as far as can be, and few do
+        return float(far.max()) if far.mean() > rounding.mean() or far.max() > 2 * rounding.max() else 0.0
 
     def _telling_path(self) -> list[RowSlice]:
         """The segments of a short path, without padding, that has other places in this row than alone if any has.
@@ -209,15 +205,17 @@ class _Runs:
         torch.manual_seed(seed)
         handle = self.decoder.register_forward_hook(lambda *given: found.extend(self._of_tokens(given[-1])))
         try:
-            with _ConstantDraws() if constant_draws else contextlib.nullcontext():  # type: ignore[no-untyped-call]
-                output = self._run(exchanged, rounded)
+            with contextlib.ExitStack() as modes:
+                for mode in [_ConstantDraws] * constant_draws + [Rounded] * rounded:
+                    modes.enter_context(mode())
+                output = self._run(exchanged)
         finally:
             handle.remove()
         return found if self.model is self.decoder else [*found, *map(projected, self._of_tokens(output))]
 
-    def _run(self, exchanged: torch.Tensor | None, rounded: bool = False) -> Any:
+    def _run(self, exchanged: torch.Tensor | None) -> Any:
         """The output of the model with other embeddings for some tokens. Sets ``leaf``."""
-        embeddings = Embeddings(exchanged, self.shape, rounded=rounded)
+        embeddings = Embeddings(exchanged, self.shape)
         call = dict(self.call)
         if isinstance(call.get("position_ids"), torch.Tensor):
             call["position_ids"] = call["position_ids"].clone()  # ERNIE-M adds to them in place
@@ -313,6 +311,16 @@ class _ConstantDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         given: list[float] = list(args[1:3]) if name in ("uniform_", "normal_") else []
         least, most = (*given, *(0.0, 1.0)[len(given) :])
         return output.fill_(least + 0.75 * (most - least))
+
+
+def _apart(found: list[torch.Tensor], expected: list[torch.Tensor]) -> torch.Tensor:
+    """How far the outputs of each token are apart, relative to those of all; infinite where one is not finite."""
+    far = []
+    for one, other in zip(found, expected):
+        if one.shape == other.shape:
+            one, other = one.double(), other.double()
+            far.append((one - other).square().mean(-1).sqrt() / other.square().mean().sqrt().clamp(min=1e-30))
+    return torch.stack([each.detach().cpu() for each in far]).amax(0).nan_to_num(float("inf")) if far else torch.zeros(1)
 
 
 def _pooled_segments(tree: Tree, mask: PackedMask) -> torch.Tensor:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+import functools
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -31,6 +32,15 @@ def near(dtype: torch.dtype) -> float:
     return _NEAR.get(dtype, _NEAR_IN_HALF)
 
 
+def roundings(dtype: torch.dtype) -> float:
+    """How many times as far as by :class:`Rounded` two right results may be apart in the mean.
+
+    In a hundred architectures and in models of 24 layers, documents packed and alone were 2.4 times as far apart at
+    most, and half as far in half precision, where kernels add up in float32, so that few numbers round otherwise.
+    """
+    return 4.0 if torch.finfo(dtype).bits > 16 else 1.0
+
+
 class _WholeNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Inside, ``made`` gets what operators make of other numbers, if it is as many whole numbers as tokens, or more."""
 
@@ -47,6 +57,32 @@ class _WholeNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
             whole = (tensor for tensor in tensors(output) if tensor.dtype in (torch.int64, torch.int32))
             self.made += [tensor.detach().clone() for tensor in whole if tensor.numel() >= self.tokens]
         return output
+
+
+class Rounded(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Inside, every number of a matrix product, a convolution or attention is another one by one rounding.
+
+    That is what another processor, kernel or number of tokens may make of it, so how far a result moves is how far two
+    right results may be apart on this machine, in the dtype that each product is computed in and through all layers.
+    What computes in float64 counts as float32, in which layers compute norms and rotary embeddings.
+    """
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = function(*args, **(kwargs or {}))
+        if function.overloadpacket in _products():
+            values = output[0] if isinstance(output, tuple) else output
+            eps = torch.finfo(torch.float32 if values.dtype == torch.float64 else values.dtype).eps
+            # up and down, because a norm would undo one direction; by the value, as a part of a DTensor has no place
+            values.mul_(1 + eps * torch.cos(1e4 * values.float()).sign())
+        return output
+
+
+@functools.cache
+def _products() -> Collection[Any]:
+    """Torch's own table of operators that do matrix products."""
+    from torch.utils import flop_counter  # a proof needs it, and most processes make none
+
+    return getattr(flop_counter, "flop_registry", None) or flop_counter.flop_mapping  # the second in torch 2.1
 
 
 def picks(runs: Iterable[Callable[[], object]], tokens: int) -> bool:
@@ -121,7 +157,6 @@ class Embeddings:
             token.
         shape: ``(batch, length)`` of the embeddings that are meant; None for any.
         split: the model that splits the rows, if one does: the leaf is then of whole rows.
-        rounded: whether every number is another one by one rounding, up and down in turns.
         leaf: what the model was given first; None before that.
     """
 
@@ -130,9 +165,8 @@ class Embeddings:
         exchanged: torch.Tensor | None = None,
         shape: tuple[int, int] | None = None,
         split: WholeRows | None = None,
-        rounded: bool = False,
     ) -> None:
-        self.exchanged, self.shape, self.split, self.rounded = exchanged, shape, split, rounded
+        self.exchanged, self.shape, self.split = exchanged, shape, split
         self.leaf: torch.Tensor | None = None
 
     def given(self, embedded: torch.Tensor) -> torch.Tensor:
@@ -142,9 +176,6 @@ class Embeddings:
         if self.exchanged is not None:
             tokens = self.exchanged[..., None].to(embedded.device)
             embedded = torch.where(tokens, embedded.roll(1, -1) * 1.25, embedded)
-        if self.rounded:  # not all in one direction, which a norm would undo
-            turns = torch.arange(embedded.numel(), device=embedded.device).view(embedded.shape) % 2
-            embedded = embedded * (1 + (2 * turns - 1).to(embedded) * torch.finfo(embedded.dtype).eps)
         if not torch.is_grad_enabled() or self.leaf is not None:
             return embedded
         embedded = embedded.detach()

@@ -6,6 +6,7 @@ Other documents' tokens do not show it. Noise that does not depend on the length
 import pytest
 import torch
 from small_models import class_of, documents, llama, patched, refusal
+from unknown_modules import routed_mlps
 
 import fa2patch
 from compat_matrix.check.rows import pack
@@ -51,7 +52,7 @@ READ_IT = {
     "on_logits": on_outputs(lambda model: model.lm_head, lambda module, output: noise(output)),
     "own_class": own_class,
     "only_in_training": on_outputs(mlp_of, lambda module, output: noise(output) if module.training else output),
-    "place": on_outputs(mlp_of, lambda module, out: out + 0.1 * torch.arange(out.shape[1])[None, :, None]),
+    "place": on_outputs(mlp_of, lambda module, out: out + 0.1 * torch.arange(out.shape[1])[None, :, None].to(out)),
 }
 """The first document of a row has the same places when it is alone."""
 
@@ -61,6 +62,23 @@ def test_refused(changed):
     model = patched(change=changed)
     with refusal("length of the row", fa2patch.errors.PackingNotIsolated):
         model.train()(**pack(DOCS))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["in_a_layer", "without_chance", "place"])
+def test_a_mixture_of_experts_does_not_hide_it(name, dtype):
+    """A token that gets another expert by rounding is as far off as this, but few tokens are."""
+    model = llama()
+    routed_mlps(model)
+    with refusal("length of the row", fa2patch.errors.PackingNotIsolated):
+        patched(model.to(dtype), READ_IT[name]).train()(**pack(DOCS))
+
+
+def test_little_is_seen_too():
+    """It is less than a bound that all models hold, and tens of roundings of this one."""
+    little = on_outputs(lambda model: model.model.norm, lambda module, out: out * (1 + 1e-6 * out.shape[1]))
+    with refusal("length of the row", fa2patch.errors.PackingNotIsolated):
+        patched(change=little)(**pack(DOCS))
 
 
 @pytest.mark.parametrize("batch", ["two of one length", "several rows", "padding at the end"])
@@ -136,10 +154,13 @@ def rounded_by_length(size):
     return on_outputs(mlp_of, rounded)
 
 
-def test_a_rounding_that_grows_is_not_refused():
+@pytest.mark.parametrize("autocast", [False, True], ids=["bfloat16", "autocast"])
+def test_a_rounding_that_grows_is_not_refused(autocast):
     """Qwen3.5 with random weights and LoRA in bfloat16: its documents are 6.5e-2 off alone, and one rounding of its
-    embeddings moves it by 0.9."""
-    patched(llama().to(torch.bfloat16), rounded_by_length(1))(**pack(DOCS))
+    embeddings moves it by 0.9. Under autocast, they are float32, and one rounding of theirs is nothing."""
+    model = patched(llama() if autocast else llama().to(torch.bfloat16), rounded_by_length(1))
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        model(**pack(DOCS))
 
 
 def test_more_than_a_rounding_that_grows_is_refused():

@@ -137,7 +137,8 @@ def _within_rope(found: Boundaries, rope: LengthScaled, shape: tuple[int, int], 
     """The largest position id + 1, which a rope depends on and checks. ``split``: whether rows are."""
     longest = found.positions
     if longest is None:
-        longest = largest(found.positions_of(shape) if split else ids) + 1
+        longest = largest(ids) + 1  # ids may jump, so that a document's length does not say how far they reach
+        longest = max(longest, largest(found.positions_of(shape)) + 1) if split else longest
     rope.check(longest, found.tree, split)
     return longest
 

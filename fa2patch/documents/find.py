@@ -2,7 +2,8 @@
 
 A document starts at the first token of every row and wherever ``p[i] != p[i-1] + 1`` (rule 2 of CONTRIBUTING.md).
 ``cu_seq_lens_*`` (:mod:`.stated`), then ``seq_idx``, then a 2-D mask of document numbers take precedence over
-``position_ids``, which contradict them only where they fall or stand still inside a document. Arrays are ``[batch, length]``; with axes (mRoPE), ``[axes, batch, length]``.
+``position_ids``, which contradict them only where they fall or stand still inside a document. Arrays are
+``[batch, length]``; with axes (mRoPE), ``[axes, batch, length]``.
 """
 
 from __future__ import annotations

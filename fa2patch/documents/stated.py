@@ -3,7 +3,8 @@
 A CPU is read: there a mismatch of values raises at once.
 
 Lengths may start a document where ``position_ids`` go on, because they say more than the ids, and need not start one
-where the ids jump upwards. They must start one where the ids restart: where an id is not above its left neighbour. ``segment_parents`` need lengths, because ids that go on from a parent look like any other ids.
+where the ids jump upwards. They must start one where the ids restart: where an id is not above its left neighbour.
+``segment_parents`` need lengths, because ids that go on from a parent look like any other ids.
 
 ``**kwargs`` of Transformers swallow what other frameworks hand over under names of their own. A statement under a known
 name becomes one of Transformers' keywords. Anything else that looks like boundaries and that nobody reads is an error

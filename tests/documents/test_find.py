@@ -291,7 +291,7 @@ CONFLICTS = {
         ([[0, 1, 0, 1, 2]], [[1, 1, 1, 2, 2]]), INSIDE.format("the attention_mask of document numbers"),
     ),
     "an id that stands still": (([[0, 1, 1, 2, 3]], None, [[0, 0, 0, 1, 1]]), INSIDE.format("seq_idx")),
-    "a fall to another id than 0": (([[5, 9, 7, 8, 9]], [[1, 1, 1, 2, 2]]), INSIDE.format("the attention_mask of document numbers")),
+    "a fall to another id than 0": (([[5, 9, 7, 8, 9]], None, [[0, 0, 0, 1, 1]]), INSIDE.format("seq_idx")),
     "in another row": (([[0, 1, 0, 1], [0, 1, 2, 0]], None, [[0, 0, 1, 1], [0, 0, 0, 0]]), "row 1, token 3"),
     "seq_idx and other numbers": ((None, [[1, 1, 2, 2, 3, 3]], [[0, 0, 0, 1, 1, 1]]), DIFFERENT),
     "seq_idx and one number": ((None, [[2, 2, 2, 2, 2, 2]], [[0, 0, 0, 1, 1, 1]]), DIFFERENT),

@@ -46,8 +46,7 @@ class FormulaMask(PackedMask):
     @classmethod
     def of(cls, mask: PackedMask, layer: torch.nn.Module | None, causal: bool, window: int | None) -> FormulaMask:
         """The packed mask, for this layer. A window of the mask's own goes before the layer's."""
-        known = {**vars(mask), "layer": layer, "causal": causal}
-        return cls(**known if mask.window is not None else {**known, "window": window})
+        return cls(**{**vars(mask), "layer": layer, "causal": causal, "window": mask.window_of(layer, window)})
 
     def attended(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
         """Compute packed attention for ``[batch, heads, length, dim]``; the output is a view in that layout."""

@@ -11,7 +11,7 @@ import torch
 
 from ..documents.names import FILM, GRIDS, PICTURE, PLACEHOLDERS, SOUND
 from ..errors import CollatorError
-from ..upstream import inspecting
+from ..upstream import axes, inspecting
 from ..upstream.find_models import models, outermost_models
 from ..upstream.positions import takes_text_axis
 from .columns import Array
@@ -27,9 +27,6 @@ _SIZES = (_PLACES, "image_sizes", "spatial_shapes", "image_grid_thw", "video_gri
 
 _KINDS = {"pictures": (PICTURE, FILM), "sound": (SOUND,)}
 """Pictures and films are counted together, because some processors write a film's frames as pictures."""
-
-_HEARD, _FROM_FILM = "feature_attention_mask", "use_audio_in_video"
-"""Arguments of Qwen2.5-Omni: which frames of a sound are not filled in, and whether sound belongs to its film."""
 
 _MAPPINGS = (
     "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING",
@@ -168,8 +165,8 @@ class Placeholders:
     def _of_sound(self, own: Media) -> int | None:
         if "audio_embed_sizes" in own:
             return int(own["audio_embed_sizes"].sum())
-        if _HEARD in own and self._hears is not None:
-            lengths = self._hears._get_feat_extract_output_lengths(own[_HEARD].long().sum(-1))
+        if axes.HEARD in own and self._hears is not None:
+            lengths = self._hears._get_feat_extract_output_lengths(own[axes.HEARD].long().sum(-1))
             return int(lengths[1].sum()) if isinstance(lengths, tuple) else None
         return None
 
@@ -271,27 +268,19 @@ class RopeIndex:
         """
         columns, media, _ = example
         ids = torch.from_numpy(columns["input_ids"])[None]
-        if not any(name in media for name in (*GRIDS, _HEARD)):
+        if not any(name in media for name in (*GRIDS, axes.HEARD)):
             return torch.arange(ids.shape[1]).expand(3, 1, -1)
-        count = self._counting.get_rope_index
-        takes = inspecting.parameter_names(count)
-        spelled = {"video_second_per_grid": "second_per_grids"}  # get_rope_index takes it under another name
-        given: dict[str, Any] = {spelled.get(name, name): value for name, value in media.items()}
-        if _HEARD in media:
-            given["audio_seqlens"] = media[_HEARD].long().sum(-1)
-        if _FROM_FILM in given:
-            given[_FROM_FILM] = bool(given[_FROM_FILM])
-        call = {name: value for name, value in given.items() if name in takes and name not in columns}
-        if TYPES in takes:
-            if TYPES not in columns:
-                raise CollatorError(
-                    f"example {index}: {TYPES} missing, by which {type(self._counting).__name__} counts the "
-                    f"positions of pictures; found {', '.join(columns)}. Keep it: the processor returns it."
-                )
-            call[TYPES] = torch.from_numpy(columns[TYPES])[None].int()
+        if TYPES in inspecting.parameter_names(self._counting.get_rope_index) and TYPES not in columns:
+            raise CollatorError(
+                f"example {index}: {TYPES} missing, by which {type(self._counting).__name__} counts the "
+                f"positions of pictures; found {', '.join(columns)}. Keep it: the processor returns it."
+            )
+        given = {name: value for name, value in media.items() if name not in columns}
+        if TYPES in columns:
+            given[TYPES] = torch.from_numpy(columns[TYPES])[None].int()
         try:
-            positions: torch.Tensor = count(input_ids=ids, attention_mask=torch.ones_like(ids), **call)[0]
-        except (IndexError, RuntimeError, StopIteration, TypeError, ValueError) as error:
+            positions = axes.rope_index(self._counting, ids, torch.ones_like(ids), given)
+        except axes.FAILURES as error:
             raise CollatorError(
                 f"example {index}: {type(self._counting).__name__}.get_rope_index does not count its positions "
                 f"({type(error).__name__}: {error}). Its grids must be those of its placeholders, in their order."
@@ -300,4 +289,4 @@ class RopeIndex:
             raise CollatorError(
                 f"example {index}: get_rope_index gave positions {list(positions.shape)} for {ids.shape[1]} tokens."
             )
-        return positions[-3:].long()
+        return positions.long()

@@ -2,7 +2,8 @@
 
 A document starts at the first token of every row and wherever ``p[i] != p[i-1] + 1`` (rule 2 of CONTRIBUTING.md).
 ``cu_seq_lens_*`` (:mod:`.stated`), then ``seq_idx``, then a 2-D mask of document numbers take precedence over
-``position_ids``. Arrays are ``[batch, length]``; with axes (mRoPE), ``[axes, batch, length]``.
+``position_ids``, which contradict them only where they fall or stand still inside a document. Arrays are
+``[batch, length]``; with axes (mRoPE), ``[axes, batch, length]``.
 """
 
 from __future__ import annotations
@@ -250,7 +251,8 @@ def _starts(given: _Given, only_certain: bool = False, first_position: int = 0, 
         return next(iter(stated.values()), np.zeros_like(given.real))
     starts, doubtful, jumps = _starts_of(given, first_position)
     for source, theirs in stated.items():
-        _no_conflict(starts & ~theirs, f"position_ids restart inside what {source} calls one document")
+        rises = given.axes[0] > given.left(given.axes[0])  # ids of one document may jump (PoSE)
+        _no_conflict(starts & ~theirs & ~rises, f"position_ids restart inside what {source} calls one document")
     if stated:
         return next(iter(stated.values()))
     if not only_certain:

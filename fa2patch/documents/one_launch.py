@@ -43,7 +43,7 @@ def _look(  # type: ignore[no-untyped-def]  # Triton reads annotations
         inside = (at < tokens) & (column > 0)
         places = ids + (at // length).to(tl.int64) * row_stride + column.to(tl.int64) * stride
         own, before = tl.load(places, mask=inside, other=0), tl.load(places - stride, mask=inside, other=0)
-        starts |= inside & (own.to(tl.int64) - before.to(tl.int64) != 1)
+        starts |= inside & (own <= before)
     low, high = at * 0, at * 0 + documents  # the first end that is not below the token
     for _ in range(steps):
         middle = (low + high) // 2
@@ -89,6 +89,7 @@ class Case(NamedTuple):
         holds: whether all is right.
         ends, shape, longest, ends_of_keys: the arguments of :func:`looked_at`, as lists.
         starts: where ids begin again from 0; None for no ids.
+        step: by how much ids rise from token to token.
     """
 
     holds: bool
@@ -97,6 +98,7 @@ class Case(NamedTuple):
     starts: list[int] | None
     longest: int | None = None
     ends_of_keys: list[int] | None = None
+    step: int = 1
 
 
 _LONG = 3 * _BLOCK + 5
@@ -110,6 +112,8 @@ def cases() -> Iterator[Case]:
         yield Case(True, [*ends, last, last], one, [0, cut])
         yield Case(True, [0, cut - 1, *ends[1:]], one, [0, cut])  # lengths may say more than ids
         yield Case(False, ends, one, [0, cut - 1])
+        yield Case(True, ends, one, [0, cut], step=2)  # ids may jump upwards inside a document
+        yield Case(False, ends, one, [0, cut], step=0)
         yield Case(False, [0, last], one, [0, cut])
         yield Case(False, ends, one, [0, cut], longest - 1)
         yield Case(False, ends, one, [0, cut], longest, [0, cut, last - 1])
@@ -133,7 +137,7 @@ def _tensors(case: Case, device: torch.device) -> tuple[Any, ...]:
         return ends, keys, case.shape, None, case.longest
     counted, starts = torch.arange(case.shape[1]), torch.tensor(case.starts)
     ids = counted - starts[torch.bucketize(counted, starts, right=True) - 1]
-    return ends, keys, case.shape, ids[None].to(device), case.longest
+    return ends, keys, case.shape, case.step * ids[None].to(device), case.longest
 
 
 def tells(device: torch.device) -> bool:

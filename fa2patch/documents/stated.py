@@ -2,8 +2,9 @@
 
 A CPU is read: there a mismatch of values raises at once.
 
-Lengths may start a document where ``position_ids`` go on, because they say more than the ids. They must start one where
-the ids restart. ``segment_parents`` need lengths, because ids that go on from a parent look like any other ids.
+Lengths may start a document where ``position_ids`` go on, because they say more than the ids, and need not start one
+where the ids jump upwards. They must start one where the ids restart: where an id is not above its left neighbour.
+``segment_parents`` need lengths, because ids that go on from a parent look like any other ids.
 
 ``**kwargs`` of Transformers swallow what other frameworks hand over under names of their own. A statement under a known
 name becomes one of Transformers' keywords. Anything else that looks like boundaries and that nobody reads is an error
@@ -247,13 +248,14 @@ def _mask_agrees(starts: torch.Tensor, numbers: torch.Tensor) -> list[Check]:
 
 def _ids_agree(starts: Any, mask: torch.Tensor | None, axes: Any) -> Check:
     """Starts ``[batch, length]`` and ids ``[axes, batch or 1, length]``, or ``[1, length]``: arrays or tensors."""
-    jumps = axes[0][..., 1:] - axes[0][..., :-1] != 1
+    own, left = axes[..., 1:], axes[..., :-1]
+    falls = own[0] <= left[0]
     if axes.shape[0] == 3:
-        jumps = jumps & (restarts(axes[..., 1:], axes[..., :-1]) | ~goes_on(axes[..., 1:], axes[..., :-1]))
+        falls = restarts(own, left) | ((own <= left).any(0) & ~goes_on(own, left))
     if mask is not None:
-        jumps = jumps & (mask[:, 1:] != 0)
+        falls = falls & (mask[:, 1:] != 0)
     return Check(
-        (jumps <= starts[:, 1:]).all(),  # a <= b of bools: a implies b, in one operator
+        (falls <= starts[:, 1:]).all(),  # a <= b of bools: a implies b, in one operator
         BoundaryConflict,
         _IDS,
     )

@@ -10,7 +10,7 @@ from .. import added
 from .._types import Model
 from ..documents.names import LENGTHS
 from ..errors import BadArgument
-from ..upstream import directions, embeddings, heads, inspecting, labels, masks, positions, refusals
+from ..upstream import directions, embeddings, heads, inspecting, labels, masks, positions, refusals, windows
 from ..upstream.facts import Facts, Role, Site, of_forward
 from ..upstream.find_layers import Layer, ModelLayers, carrier
 from ..upstream.forward import entered
@@ -28,6 +28,7 @@ LOOKS: tuple[Callable[[ModelLayers, Facts], Iterable[Site] | None], ...] = (
     positions.look,
     refusals.unclaimed_flash,
     masks.look,
+    windows.look,
     positions.look_at_rope,
 )
 """What is asked of every model: each function fills in facts, and returns the sites to replace or refuses the model.

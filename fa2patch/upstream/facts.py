@@ -39,6 +39,7 @@ class Facts:
         stops_ids: whether the decoder takes no ``position_ids`` (Mamba, RWKV, OPT up to 4.45).
         makes_masks: whether the outermost model makes masks for the models inside it (Gemma 3 up to 4.52).
         by_document: whether the decoder is called for each document.
+        windows_of_flash: whether flash attention alone has the window of the config, and eager code has none.
     """
 
     architecture: Architecture = Architecture("")
@@ -58,6 +59,7 @@ class Facts:
     stops_ids: bool = False
     makes_masks: bool = False
     by_document: bool = False
+    windows_of_flash: bool = False
 
 
 class Role(NamedTuple):

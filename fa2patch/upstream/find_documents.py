@@ -7,16 +7,15 @@ from typing import Any
 import torch
 
 from .._torch import HAS_OPERATORS, compiling, recording, transforming
-from .._types import Call, Model
+from .._types import Call
 from ..documents.boundaries import Boundaries
 from ..documents.find import in_graph, is_plain, recognise
 from ..documents.names import PARENTS
 from ..documents.stated import from_cu_seqlens
 from ..documents.tensors import largest
 from ..errors import BadParents, PackedWithCache, PackedWithDenseMask, PackingNotIsolated
-from . import caches
+from . import axes, caches
 from .calls import Batch, has_pictures, read_batch, refuse_recording
-from .find_models import models
 from .packed_mask import PackedMask
 from .rope import LengthScaled
 from .step import Patched
@@ -76,11 +75,7 @@ def packed_mask_of(
     _refuse_what_cannot_be_packed(call, batch, training, captured)
     if batch.mask is not None:  # router losses weigh a token by its number in the mask
         call["attention_mask"] = (batch.mask != 0).to(batch.mask.dtype)
-    if batch.position_ids is None:
-        refuse_uncounted_pictures(patch.model, call)
-        counted = found.positions_of(rows.shape).to(batch.device)
-        call["position_ids"] = _counted(counted, call.get("input_ids"), first, part)
-    ids = call["position_ids"]
+    ids = call["position_ids"] = _position_ids(call, patch, batch, rows.shape, found, part)
     longest = rows.shape[1] if found.positions is None else found.positions  # the row's length is enough
     if facts.rope is not None:
         longest = _within_rope(found, facts.rope, rows.shape, ids, part is not None)
@@ -136,8 +131,9 @@ def _documents_meet(ids: torch.Tensor, mask: Any, first: int) -> bool:
 def _within_rope(found: Boundaries, rope: LengthScaled, shape: tuple[int, int], ids: torch.Tensor, split: bool) -> int:
     """The largest position id + 1, which a rope depends on and checks. ``split``: whether rows are."""
     longest = found.positions
-    if longest is None:
-        longest = largest(found.positions_of(shape) if split else ids) + 1
+    if longest is None or ids.dim() > 2:
+        longest = largest(ids) + 1  # ids may jump, so that a document's length does not say how far they reach
+        longest = max(longest, largest(found.positions_of(shape)) + 1) if split else longest
     rope.check(longest, found.tree, split)
     return longest
 
@@ -199,12 +195,20 @@ def _recognised(
     )
 
 
-def _counted(counted: torch.Tensor, tokens: torch.Tensor | None, first: int, part: RowPart | None) -> torch.Tensor:
-    """Position ids for a batch without any, from each token's place in its document; a document's first is ``first``.
+def _position_ids(
+    call: Call, patch: Patched, batch: Batch, shape: tuple[int, int], found: Boundaries, part: RowPart | None
+) -> torch.Tensor:
+    """The position ids of a packed batch: those on several axes for its pictures, those that it has, or a count.
 
-    RoBERTa and its kin count them from ``input_ids``: the padding token, one below ``first``, has the id of its own
-    number. A real token may be one. Those behind it then count on without it.
+    From each token's place in its document, a document's first is ``facts.first_position``. RoBERTa and its kin count
+    them from ``input_ids``: the padding token, one below it, has the id of its own number. A real token may be one.
+    Those behind it then count on without it.
     """
+    on_axes = axes.of_pictures(patch.model, call, found, batch.mask) if has_pictures(call) else None
+    if on_axes is not None or batch.position_ids is not None:
+        return batch.position_ids if on_axes is None else on_axes
+    counted = found.positions_of(shape).to(batch.device)
+    tokens, first = call.get("input_ids"), patch.facts.first_position
     if part is not None:
         return part.own(counted) + first
     if tokens is None or not first:
@@ -213,18 +217,6 @@ def _counted(counted: torch.Tensor, tokens: torch.Tensor | None, first: int, par
     before = real.cumsum(0) - real
     starts = torch.arange(len(real), device=real.device) - counted.flatten()
     return (first - 1 + (before - before[starts] + 1) * real).view(counted.shape)
-
-
-def refuse_uncounted_pictures(model: Model, call: Call) -> None:
-    """Raise :class:`PackingNotIsolated` for pictures in a model that counts position ids on several axes.
-
-    Position ids made by counting tokens would differ from those that the model makes for a document alone.
-    """
-    if has_pictures(call) and any(hasattr(inner, "get_rope_index") for inner in models(model)):
-        raise PackingNotIsolated(
-            "a packed batch came with pictures and without position_ids, which this model counts on three axes in each "
-            "document. Pass them, as fa2patch.DataCollatorForMultimodalFlattening gives them."
-        )
 
 
 def _refuse_what_cannot_be_packed(call: Call, batch: Batch, training: bool, captured: bool) -> None:

@@ -290,6 +290,11 @@ def forwards_that_run(cls: type) -> Iterator[Function]:
                 return
 
 
+def uses_flash(config: object) -> bool:
+    """Whether a config says that dense batches are computed by flash attention."""
+    return "flash" in str(getattr(config, "_attn_implementation", ""))
+
+
 def text_config(config: Config) -> Config:
     """The config of a model's text side, or the config itself if it has no such part."""
     return config.get_text_config() if hasattr(config, "get_text_config") else config

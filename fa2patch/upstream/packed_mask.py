@@ -19,6 +19,7 @@ from ..errors import BadParents, PackingNotIsolated
 from ..kernels import Options, Picks, asked_by, packed_attention
 from ..kernels.protocol import require_within, scaled
 from .facts import Facts
+from .inspecting import uses_flash
 from .prepared import LOOKED_AT, MOST, OPTIONS, PLAIN, Prepared, compute_dtype
 from .ulysses import RowPart
 
@@ -103,8 +104,9 @@ class PackedMask:
             options = quirks.adjust(module, options)
         if quirks.queries is not None:
             q = quirks.queries(module, q, self._counted())
-        if self.window is not None:  # eager attention has its window in the mask only
-            options = replace(options, window=self.window or None)
+        window = self.window_of(module, options.window)
+        if window != options.window:
+            options = replace(options, window=window)
         if isinstance(options.scale, torch.Tensor):
             q, options = scaled(q, options)
         dtype, weight = compute_dtype(module, q, k, v, casts)
@@ -127,6 +129,14 @@ class PackedMask:
                 prepared.clear()
             prepared[kind] = Prepared(self.picks.last[id(module)], kernel, options, dtype, weight)
         return output if self.part is None else self.part.own_tokens(output)
+
+    def window_of(self, layer: torch.nn.Module | None, said: int | None) -> int | None:
+        """The window of a layer, in tokens, or None. ``said`` is the window that the layer hands to its function."""
+        if self.window is not None:  # eager attention has its window in the mask only
+            return self.window or None
+        if said is None or not self.facts.windows_of_flash:
+            return said
+        return said if uses_flash(getattr(layer, "config", None)) else None
 
     def _as_documents_ask(self, module: torch.nn.Module | None, options: Options) -> Options:
         """A layer's options in a batch with spans or with a tree of segments, which some of them do not fit."""
@@ -156,7 +166,7 @@ class PackedMask:
         documents, quirks, get, dtype = self.boundaries, self.facts.architecture, asked.get, query.dtype
         if layer is None or self.part is not None or documents.until is not None or query.is_meta:
             return None
-        if quirks.adjust is not None or quirks.queries is not None:
+        if quirks.adjust is not None or quirks.queries is not None or self.facts.windows_of_flash:
             return None
         options = (*map(get, OPTIONS),)
         if not PLAIN.issuperset(map(type, options)):

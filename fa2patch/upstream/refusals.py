@@ -13,7 +13,7 @@ from . import inspecting
 from .architectures import row_of
 from .facts import Facts, Site
 from .find_layers import ModelLayers, blocks_without, claims_flash_attention
-from .find_models import named_modules, takes_no_token_ids, token_embeddings
+from .find_models import is_transformers_model, named_modules, takes_no_token_ids, token_embeddings
 from .step import Step, Trait
 
 ENCODED = "encoder_hidden_states"
@@ -24,9 +24,14 @@ def kind(model: ModelLayers, facts: Facts) -> None:
     if takes_no_token_ids(model.model):
         token_embeddings(model.model)  # raises the error that verify raises, too
     if getattr(model.model.config, "is_encoder_decoder", False):
+        # a config does not say whether it is the whole's or a stack's: T5EncoderModel's does up to 4.48
+        inner = sorted(name for name, module in model.modules.items() if name and is_transformers_model(module))
+        whole = any(not later.startswith(f"{name}.") for name, later in zip(inner, inner[1:]))
+        what = "an encoder-decoder" if whole else "a stack of an encoder-decoder, as config.is_encoder_decoder says"
         raise UnsupportedModel(
-            f"{model} is an encoder-decoder: fa2patch packs models that read one sequence, decoders such as Llama and "
-            "encoders such as BERT. Train it padded."
+            f"{model} is {what}: fa2patch packs models that read one sequence, decoders such as Llama and "
+            f"encoders such as BERT{'' if whole else ', and not yet the stacks of those that read two'}. Train it "
+            "padded."
         )
 
 
@@ -113,8 +118,9 @@ def _attention_to_an_encoder(modules: dict[str, Any], attention: Iterable[str]) 
     """The block of a decoder that attends to an encoder's states, as a text for an error; empty if there is none.
 
     A block attends to an encoder if its forward takes ``encoder_hidden_states`` and it holds more than one attention
-    layer, with no list of blocks in between. The first sign is not enough: blocks of GPT-2 and BERT always take these
-    states, and have a second attention layer only if the config asks for it.
+    layer. The first sign is not enough: blocks of GPT-2 and BERT always take these states, and have a second attention
+    layer only if the config asks for it. What holds the list of the decoder's blocks is no block; a block may hold a
+    list of its parts, as T5's does.
     """
     own = (cls for cls in {*map(type, modules.values())} if not inspecting.is_of_torch(cls))
     taking = {cls for cls in own if inspecting.takes(inspecting.forward_of(cls), ENCODED)}
@@ -124,7 +130,7 @@ def _attention_to_an_encoder(modules: dict[str, Any], attention: Iterable[str]) 
         inside = [layer[len(name) + 1 :] for layer in attention if layer.startswith(f"{name}.")]
         between = {".".join(path.split(".")[:end]) for path in inside for end in range(1, path.count(".") + 1)}
         in_lists = any(isinstance(block.get_submodule(path), torch.nn.ModuleList) for path in between)
-        if len(inside) > 1 and not in_lists:
+        if len(inside) > 1 and (not in_lists or any(part.isdigit() for part in name.split("."))):
             return f"{name} ({type(block).__name__}) takes {ENCODED} and holds {' and '.join(inside)}"
     return ""
 
@@ -136,11 +142,25 @@ def unclaimed_flash(model: ModelLayers, facts: Facts) -> None:
     architecture is registered or was named in ``apply``.
     """
     if model.attention and not (model.vouched or claims_flash_attention(model)):
+        table = _table_of_scores(model)
+        if table:
+            raise UnsupportedModel(
+                f"{model} adds to its attention scores what {table} holds, which depends on two tokens' distance and "
+                "which packed attention has no way to say in this version of Transformers. Nothing was patched. Train "
+                "this model padded."
+            )
         raise UnsupportedModel(
             f"{model} does not claim flash attention (_supports_flash_attn): its attention may look at more than "
             "boundaries can say. Nothing was patched. If it is ordinary attention, say so: "
             f"fa2patch.register(fa2patch.Architecture({model.decoder.config.model_type!r}))."
         )
+
+
+def _table_of_scores(model: ModelLayers) -> str:
+    """The name of a table of embeddings in an attention layer (T5's relative positions); empty if there is none."""
+    tables = {layer.name: named_modules(layer.module).items() for layer in model.attention}
+    found = (f"{at}.{name}" for at, inside in tables.items() for name, one in inside if type(one) is torch.nn.Embedding)
+    return next(found, "")
 
 
 class FusedFlash(Trait):

@@ -6,10 +6,11 @@ import multimodal_cases as cases
 import numpy as np
 import pytest
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 import fa2patch
 from compat_matrix import tiny_models
-from compat_matrix.check.compare import assert_close
+from compat_matrix.check.compare import GRADIENT_TOLERANCE, assert_close, assert_same_gradients
 from fa2patch import DataCollatorForMultimodalFlattening
 from fa2patch.documents.find import recognise
 from fa2patch.documents.stated import from_cu_seqlens
@@ -186,25 +187,78 @@ def test_rows_that_are_not_packed_are_computed_as_before(family):
             assert torch.equal(model(**given).logits, expected)
 
 
-def test_ids_that_count_tokens_are_obeyed(family):
+def of_one_axis(row):
+    """The row as collators make it that know of one axis: with ids, with lengths, or with both."""
+    lengths = row["cu_seq_lens_q"].diff()
+    ids = torch.cat([torch.arange(n) for n in lengths.tolist()])[None]
+    yield without(row, *LENGTHS, position_ids=ids)
+    yield without(row, *LENGTHS, position_ids=ids[None])
+    yield without(row, position_ids=ids)
+    yield without(row, "position_ids")
+    numbers = torch.repeat_interleave(torch.arange(1, len(lengths) + 1), lengths)[None]
+    yield without(row, *LENGTHS, "position_ids", attention_mask=numbers)
+    yield without(row, *LENGTHS, attention_mask=numbers, position_ids=ids)
+
+
+def test_pictures_with_ids_on_one_axis_or_none_are_counted_as_in_a_padded_batch(family):
     reference, model = cases.build(family), cases.build(family)
     docs = documents(model)
+    if family in WITH_FILMS and films_of(cases.build(family)):
+        docs.append(cases.document(model, 2, ("film", 2, 4, 4), 3, seed=5))
     row, _ = packed(model, docs)
-    lengths = [doc["input_ids"].shape[1] for doc in docs]
-    flat = without(row, *LENGTHS, position_ids=torch.cat([torch.arange(n) for n in lengths])[None])
     with torch.no_grad(), fa2patch.apply(model):
-        expected = [cases.alone(reference, doc, position_ids=torch.arange(n)[None]) for doc, n in zip(docs, lengths)]
-        assert_close(model(**flat).logits[0], torch.cat(expected), "2-D ids")
+        expected = padded_logits(reference, docs)
+        for given in of_one_axis(row):
+            assert_close(model(**given).logits[0], expected, "ids on one axis")
 
 
-def test_pictures_with_lengths_and_no_ids_are_refused(family):
+def padded_logits(model, docs):
+    """The logits of the documents, end to end, from a padded batch for which the unpatched model counts positions."""
+    columns = [name for name in ("input_ids", "attention_mask", "mm_token_type_ids") if name in docs[0]]
+    batch = {name: pad_sequence([doc[name][0] for doc in docs], batch_first=True) for name in columns}
+    for name in {name for doc in docs for name in doc} - {*columns, "mm_token_type_ids"}:
+        batch[name] = torch.cat([doc[name] for doc in docs if name in doc])
+    logits = model(**batch, use_cache=False).logits
+    return torch.cat([one[: doc["input_ids"].shape[1]] for one, doc in zip(logits, docs)])
+
+
+def test_gradients_of_pictures_with_ids_on_one_axis(family):
+    reference, model = cases.build(family).train(), cases.build(family).train()
+    docs = documents(model)
+    row, _ = packed(model, docs)
+    flat = next(of_one_axis(row))
+    weights = torch.randn(1, model.config.get_text_config().vocab_size, generator=torch.Generator().manual_seed(4))
+    with fa2patch.apply(model):
+        (model(**flat).logits[0] * weights).sum().backward()
+    (padded_logits(reference, docs) * weights).sum().backward()
+    expected = {name: weight.grad for name, weight in reference.named_parameters() if weight.grad is not None}
+    found = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+    assert_same_gradients(found, expected, GRADIENT_TOLERANCE, 0.01)
+
+
+@pytest.mark.parametrize("change", ["jump", "start", "inside a picture", "embeds", "no types"])
+def test_pictures_whose_positions_cannot_be_counted_are_refused(family, change):
     model = cases.build(family)
     row, _ = packed(model, documents(model))
-    numbers = torch.repeat_interleave(torch.arange(1, 4), row["cu_seq_lens_q"].diff())[None]
-    with torch.no_grad(), fa2patch.apply(model):
-        for given in (without(row, "position_ids"), without(row, *LENGTHS, "position_ids", attention_mask=numbers)):
-            with pytest.raises(PackingNotIsolated, match="without position_ids"):
-                model(**given)
+    ids = torch.cat([torch.arange(n) for n in row["cu_seq_lens_q"].diff().tolist()])[None]
+    given, match = without(row, position_ids=ids), "get_rope_index does not count"
+    if change == "jump":
+        given["position_ids"], match = ids + 5 * (ids > 3), "do not count the tokens of each document from 0"
+    elif change == "start":
+        given["position_ids"], match = ids + 1, "do not count the tokens of each document from 0"
+    elif change == "inside a picture":
+        cut = given["cu_seq_lens_q"].clone()
+        cut[1] = 7
+        given = without(given, "position_ids", cu_seq_lens_q=cut, cu_seq_lens_k=cut, max_length_q=99, max_length_k=99)
+    elif change == "embeds":
+        given["inputs_embeds"] = model.get_input_embeddings()(given.pop("input_ids"))
+        match = "and there are none"
+    elif "mm_token_type_ids" not in row:
+        return
+    else:
+        given.pop("mm_token_type_ids")
+    with torch.no_grad(), fa2patch.apply(model), pytest.raises(PackingNotIsolated, match=match):
+        model(**given)
 
 
 def test_the_lengths_of_documents_do_not_reach_the_tower(family):
@@ -231,6 +285,9 @@ def test_ids_that_may_be_a_start_or_not_are_refused():
         assert recognise((1, 8), ids.device, position_ids=ids, seq_idx=seq_idx).lengths == (7, 1)
         assert recognise((1, 8), ids.device, position_ids=ids, only_certain=True) is None
         assert from_cu_seqlens(torch.tensor([0, 7, 8]), 7, (1, 8), position_ids=ids).lengths == (7, 1)
+        if later == [9, 9, 9]:  # a jump upwards, which lengths may say is none of a document's start
+            assert from_cu_seqlens(torch.tensor([0, 8]), 8, (1, 8), position_ids=ids).lengths == (8,)
+            continue
         with pytest.raises(BoundaryConflict):
             from_cu_seqlens(torch.tensor([0, 8]), 8, (1, 8), position_ids=ids)
 

@@ -38,7 +38,7 @@ RULE_2 = {
 def recognised(position_ids=None, attention_mask=None, seq_idx=None, **settings):
     given = {"position_ids": position_ids, "attention_mask": attention_mask, "seq_idx": seq_idx}
     said = {name: torch.tensor(ids) for name, ids in given.items() if ids is not None}
-    shape = next(tuple(ids.shape) for ids in said.values())
+    shape = next(tuple(ids.shape[-2:]) for ids in said.values())
     return recognise(shape, CPU, **said, **settings)
 
 
@@ -267,6 +267,19 @@ def test_a_seq_idx_of_any_dtype(dtype):
     assert recognise((1, 3), CPU, seq_idx=torch.tensor([[0, 0, 1]], dtype=dtype)).lengths == (2, 1)
 
 
+JUMPS = [[0, 1, 52, 53, 0, 7, 8]]  # two documents, in each of which the ids jump (PoSE)
+
+
+@pytest.mark.parametrize(
+    "stated", [(None, [[0, 0, 0, 0, 1, 1, 1]]), ([[1, 1, 1, 1, 2, 2, 2]],)], ids=["seq_idx", "numbers"]
+)
+@pytest.mark.parametrize("axes", [1, 3, 4])
+def test_ids_may_jump_upwards_inside_a_stated_document(stated, axes):
+    ids = JUMPS if axes == 1 else [JUMPS] * axes
+    assert recognised(ids, *stated).lengths == (4, 3)
+    assert recognised(ids).lengths == (2, 2, 1, 2)
+
+
 INSIDE, HOLE = (
     "position_ids restart inside what {} calls one document: at row 0, token 2.",
     ("hides tokens inside a document of a packed row (it goes on at row 0, token 4)"),
@@ -277,6 +290,8 @@ CONFLICTS = {
     "ids and numbers": (
         ([[0, 1, 0, 1, 2]], [[1, 1, 1, 2, 2]]), INSIDE.format("the attention_mask of document numbers"),
     ),
+    "an id that stands still": (([[0, 1, 1, 2, 3]], None, [[0, 0, 0, 1, 1]]), INSIDE.format("seq_idx")),
+    "a fall to another id than 0": (([[5, 9, 7, 8, 9]], None, [[0, 0, 0, 1, 1]]), INSIDE.format("seq_idx")),
     "in another row": (([[0, 1, 0, 1], [0, 1, 2, 0]], None, [[0, 0, 1, 1], [0, 0, 0, 0]]), "row 1, token 3"),
     "seq_idx and other numbers": ((None, [[1, 1, 2, 2, 3, 3]], [[0, 0, 0, 1, 1, 1]]), DIFFERENT),
     "seq_idx and one number": ((None, [[2, 2, 2, 2, 2, 2]], [[0, 0, 0, 1, 1, 1]]), DIFFERENT),

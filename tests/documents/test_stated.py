@@ -124,6 +124,12 @@ REFUSED = {
     "ids that restart, 1-D": ((0, 3, 6), {"position_ids": [0, 1, 0, 1, 2, 3]}, RESTART),
     "ids that restart": ((0, 3, 6), {"position_ids": [[0, 1, 0, 1, 2, 3]]}, RESTART),
     "ids that restart, 3-D": ((0, 3, 6), {"position_ids": [[[0, 1, 0, 1, 2, 3]]]}, RESTART),
+    "ids that stand still": ((0, 3, 6), {"position_ids": [[0, 1, 1, 0, 1, 2]]}, RESTART),
+    "ids that fall, not to 0": ((0, 3, 6), {"position_ids": [[7, 9, 8, 0, 1, 2]]}, RESTART),
+    "three axes that fall": ((0, 3, 6), {"position_ids": [[[7, 9, 8, 0, 1, 2]]] * 3}, RESTART),
+    "text below its picture": (
+        (0, 3, 6), {"position_ids": [[[0, 1, 5, 0, 1, 2]], [[0, 9, 5, 0, 1, 2]], [[0, 1, 5, 0, 1, 2]]]}, RESTART,
+    ),
     "uint8 ids that restart": ((0, 4), {"position_ids": torch.tensor([[254, 255, 0, 1]], dtype=torch.uint8)}, RESTART),
     "one document of two rows": ((0, 8), {"shape": (2, 4)}, RUNS_ON),
     "a document in two rows": ((0, 3, 6, 8), {"shape": (2, 4)}, RUNS_ON),
@@ -150,6 +156,13 @@ def test_what_contradicts_stated_documents_is_refused(cu, given, message):
     with pytest.raises(expected) as error:
         taken(cu, **given)
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize("mask", [None, [[1] * 7]], ids=["no mask", "mask"])
+@pytest.mark.parametrize("axes", [1, 3, 4])
+def test_ids_may_jump_upwards_inside_a_stated_document(axes, mask):
+    ids = [[0, 1, 52, 53, 0, 7, 8]]
+    taken((0, 4, 7), position_ids=ids if axes == 1 else [ids] * axes, attention_mask=mask)
 
 
 def test_with_an_int_nothing_is_read_from_a_device(monkeypatch):

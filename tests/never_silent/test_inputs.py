@@ -13,6 +13,8 @@ import transformers
 from small_models import (
     Result,
     alone,
+    assert_right,
+    called,
     class_of,
     config_of,
     labels_of,
@@ -24,15 +26,17 @@ from small_models import (
     right_or_refused,
     small,
     told,
+    with_gradients,
     without_dropout,
 )
+from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 import fa2patch
 from compat_matrix.check.rows import documents, pack
 from fa2patch.documents import find
 from fa2patch.documents.find import recognise
-from fa2patch.errors import BadPositionIds, CollatorError
+from fa2patch.errors import BadPositionIds, BoundaryConflict, CollatorError
 from fa2patch.packing import PackedBatchSampler, PackingError, stream
 from fa2patch.preference import DataCollatorForPreferenceFlattening
 
@@ -187,6 +191,37 @@ def test_padding_of_roberta_is_one_below_its_first_position(pad):
     counted_by_a_collator = torch.cat([torch.arange(length) for length in lengths])[None]
     found = model(row, position_ids=counted_by_a_collator).logits[0].detach()
     torch.testing.assert_close(found, torch.cat(from_zero), rtol=1e-4, atol=1e-4)
+
+
+JUMPING = torch.tensor([[0, 1, 2, 9, 10, 11, 12, 13, 0, 1, 2, 3, 4, 7, 8, 15, 16]])
+"""Ids of documents of eight and nine tokens, in each of which they jump (PoSE). Old tables hold a row's length only."""
+
+
+def padded_alone(model, docs, position_ids):
+    """Return logits, loss and gradients of a batch that is padded to the row's length, without a patch."""
+    rows, ids, mask = torch.zeros(3, len(docs), position_ids.shape[1], dtype=torch.long)
+    for at, (doc, own) in enumerate(zip(docs, position_ids[0].split([*map(len, docs)]))):
+        rows[at, : len(doc)], ids[at, : len(doc)], mask[at, : len(doc)] = doc, own, 1
+    logits = model(rows, attention_mask=mask, position_ids=ids).logits
+    pieces = [cross_entropy(one[: len(doc) - 1], doc[1:], reduction="sum") for one, doc in zip(logits, docs)]
+    found = with_gradients(model, sum(pieces) / sum(len(doc) - 1 for doc in docs))
+    return Result(torch.cat([one[: len(doc)] for one, doc in zip(logits, docs)]).detach(), *found)
+
+
+@pytest.mark.parametrize("way", ["all lengths", "seq_idx", "document numbers in the mask"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "gpt_neox", "falcon", "gemma2"])
+def test_ids_may_jump_inside_a_stated_document(family, way):
+    docs = documents(8, 9)
+    expected = padded_alone(of_family(family), docs, JUMPING)
+    model = patched_or_skipped(of_family(family))
+    batch = told(docs, way, labels=labels_of(docs), use_cache=False)
+    assert_right(called(model, {**batch, "position_ids": JUMPING}), expected)
+
+
+@pytest.mark.parametrize("way", ["all lengths", "seq_idx", "document numbers in the mask"])
+def test_ids_that_restart_inside_a_stated_document_are_refused(way):
+    batch = {**told(documents(8, 9), way), "position_ids": JUMPING - 9 * (JUMPING == 9)}
+    refused(lambda: patched()(**batch), "restart inside what", BoundaryConflict)
 
 
 @pytest.mark.parametrize("says", ["all lengths", "seq_idx", "document numbers in the mask"])

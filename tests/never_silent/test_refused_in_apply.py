@@ -93,6 +93,73 @@ class HandingOn(transformers.GPT2Model):
         return super().forward(input_ids=input_ids, **kwargs)
 
 
+T5 = [name for name in ("T5", "MT5", "UMT5", "LongT5", "SwitchTransformers", "Udop") if named(f"{name}Model")]
+
+
+def of_t5(name):
+    """A model with two stacks of a kin of T5, whose blocks hold their parts in a list."""
+    sizes = {"d_kv": 8, "num_decoder_layers": 2, "dropout_rate": 0.0, "num_experts": 2, "router_jitter_noise": 0.0}
+    taken = tiny_models.parameters(getattr(transformers, name).config_class)
+    return tiny(name, d_model=32, d_ff=48, **{key: value for key, value in sizes.items() if key in taken})
+
+
+@pytest.mark.parametrize("name", T5)
+def test_a_decoder_of_t5_is_refused_and_no_document_sees_the_states_of_another(name):
+    """Up to 4.48 each document was given the states of all sources, or those at its own places in the row."""
+    message = refused(of_t5(f"{name}Model").decoder, error=errors.UnsupportedModel)
+    assert "attends to an encoder's states" in message or "is a stack of an encoder-decoder" in message
+
+
+STACKS = named("T5EncoderModel", "UMT5EncoderModel", "LongT5EncoderModel", "SwitchTransformersEncoderModel")
+
+
+@pytest.mark.parametrize("name", [*STACKS, *(f"{name}Model" for name in T5), "BartModel", "M2M100Model"])
+def test_an_encoder_alone_is_packed_or_refused_by_true_words(name):
+    whole = tiny(name) if name in ("BartModel", "M2M100Model") else of_t5(name)
+    stack = getattr(whole, "encoder", whole) if name not in STACKS else whole
+    with torch.no_grad():
+        expected = None if "Udop" in name else torch.cat([stack(input_ids=doc[None])[0][0] for doc in DOCS])
+    try:
+        fa2patch.apply(stack)
+    except errors.LayerNotPatchable as error:  # LongT5's local attention up to 4.48
+        assert "looked in every layer" in str(error)
+    except errors.UnsupportedModel as error:
+        message = str(error)
+        assert "padded" in message and "register(" not in message
+        assert "is a stack of an encoder-decoder" in message or "adds to its attention scores" in message
+    else:
+        if expected is not None:
+            torch.testing.assert_close(stack(**pack(DOCS))[0][0].detach(), expected, rtol=1e-4, atol=1e-4)
+            return
+    if name not in STACKS:
+        assert "is an encoder-decoder: " in refused(whole)
+
+
+@pytest.mark.skipif(not named("UdopModel"), reason="no Udop")
+def test_pictures_of_an_encoder_that_computes_documents_apart_are_refused():
+    """Udop's encoder puts patches behind the tokens of every document that it is called for."""
+    stack = of_t5("UdopModel").encoder
+    try:
+        fa2patch.apply(stack)
+    except errors.UnsupportedModel:
+        return  # from 4.49 on
+    row = pack(DOCS)
+    boxes, picture = torch.rand(1, row["input_ids"].shape[1], 4), torch.randn(1, 3, 32, 32)
+    with pytest.raises(errors.PackingNotIsolated, match="pixel_values .*expected one entry for each token"):
+        stack(**row, bbox=boxes, pixel_values=picture)
+
+
+@pytest.mark.skipif(not named("LukeModel"), reason="no LUKE")
+@pytest.mark.parametrize("entities", [2, 19])
+def test_entities_of_their_own_beside_a_packed_row_are_refused(entities):
+    model = tiny("LukeModel", entity_vocab_size=50, entity_emb_size=16)
+    fa2patch.apply(model)
+    numbers = torch.randint(1, 50, (1, entities), generator=torch.Generator().manual_seed(0))
+    places = torch.zeros(1, entities, 2, dtype=torch.long)
+    with pytest.raises(errors.PackingNotIsolated):
+        model(**pack(DOCS), entity_ids=numbers, entity_position_ids=places)
+
+
 @pytest.mark.skipif(not tiny_models.is_present("gpt2"), reason="GPT-2 has no flash attention in this version")
 def test_a_forward_that_swallows_position_ids():
     model = tiny_models.build("gpt2")

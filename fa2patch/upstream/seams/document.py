@@ -12,6 +12,8 @@ from typing import Any
 import torch
 
 from ..._torch import uncompiled
+from ..._types import Call
+from ...errors import PackingNotIsolated
 from ...kernels.picks import DOCUMENTS
 from .. import inspecting
 from ..packed_mask import PackedMask
@@ -42,6 +44,7 @@ def _of_each(step: Step, mask: PackedMask) -> Any:
     for layer in step.patch.attention:
         mask.picks.took(step.module.get_submodule(layer.name), DOCUMENTS)
     rest, call = step.calls.arranged(step.args, step.call)
+    _require_tokens_of_the_row(step, mask, call)
     documents = Documents(mask.boundaries, mask.shape)
 
     def each(*args: Any, **given: Any) -> Any:
@@ -50,6 +53,19 @@ def _of_each(step: Step, mask: PackedMask) -> Any:
         return step.calls.original(step.module, *args, **given)
 
     return _joined(documents, documents.of_each(each, rest, call))
+
+
+def _require_tokens_of_the_row(step: Step, mask: PackedMask, call: Call) -> None:
+    """Refuse an argument with tokens of its own (entities, an encoder's states): every document would see them all."""
+    for name, value in call.items():
+        if not isinstance(value, torch.Tensor) or value.dim() <= 1 + value.is_floating_point():  # a head_mask has two
+            continue
+        if value.shape[1] != mask.shape[1]:
+            raise PackingNotIsolated(
+                f"{name} {list(value.shape)} came to {type(step.module).__name__} with a packed batch of "
+                f"{mask.shape[1]} tokens: expected one entry for each token. Whose the others are is not known. Leave "
+                "it out, or train this model padded."
+            )
 
 
 def _joined(documents: Documents, outputs: Sequence[Any]) -> Any:

@@ -53,7 +53,7 @@ class FormulaMask(PackedMask):
     ) -> FormulaMask:
         """The packed mask, for this layer. A window of the mask's own goes before the layer's."""
         known = {**vars(mask), "layer": layer, "causal": causal, "casts": casts}
-        return cls(**known if mask.window is not None else {**known, "window": window})
+        return cls(**{**known, "window": mask.window_of(layer, window)})
 
     def attended(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
         """Compute packed attention for ``[batch, heads, length, dim]``; the output is a view in that layout."""
@@ -198,7 +198,9 @@ class Scores:
     def __torch_function__(cls, function: Function, types: object, args: Args = (), kwargs: Call | None = None) -> Any:
         """Note a mask, a softmax or a dropout; multiply the weights by the values."""
         kwargs = kwargs or {}
-        scores = args[0] if isinstance(args[0], Scores) else next(each for each in args if isinstance(each, Scores))
+        scores = args[0] if isinstance(args[0], Scores) else next((x for x in args if isinstance(x, Scores)), None)
+        if scores is None:  # in a list: LUKE's scores of words and entities side by side
+            raise _unsaid(f"handed to torch's {getattr(function, '__name__', function)} in a list")
         if function in _SOFTMAX:
             return scores.softmax(*args[1:], **kwargs)
         if function is functional.dropout and scores.weights:

@@ -1,0 +1,117 @@
+"""Position ids on several axes (mRoPE): packed pictures are counted in each document by the model's ``get_rope_index``.
+
+Padded training hands a model no position ids, and its forward counts time, height and width in each row. So a packed
+batch whose ids have one axis, because its collator knows of no others, is laid out in rows and counted by the same
+function.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
+from .._torch import uncompiled
+from .._types import Call, Model
+from ..documents.boundaries import Boundaries
+from ..documents.tensors import largest
+from ..errors import PackingNotIsolated
+from . import inspecting
+from .calls import has_pictures
+from .find_models import models
+from .positions import takes_text_axis
+
+COUNTS = "get_rope_index"
+FAILURES = (IndexError, RuntimeError, StopIteration, TypeError, ValueError)
+"""What ``get_rope_index`` raises if pictures and placeholders do not match."""
+
+HEARD, _FROM_FILM = "feature_attention_mask", "use_audio_in_video"
+"""Arguments of Qwen2.5-Omni: which frames of a sound are not filled in, and whether sound belongs to its film."""
+
+_SPELLED = {"video_second_per_grid": "second_per_grids"}
+"""Arguments that ``get_rope_index`` takes under another name than the forward."""
+
+
+def rope_index(model: Model, tokens: torch.Tensor, mask: torch.Tensor, given: Call) -> torch.Tensor:
+    """Time, height and width ids ``[3, batch, length]`` of a batch, as the model's ``get_rope_index`` counts them.
+
+    ``given`` are the other arguments of the batch, of which those that it takes are handed on.
+    """
+    named: dict[str, Any] = {_SPELLED.get(name, name): value for name, value in given.items()}
+    if HEARD in given:
+        named["audio_seqlens"] = given[HEARD].long().sum(-1)
+    if _FROM_FILM in given:
+        named[_FROM_FILM] = bool(given[_FROM_FILM])
+    taken = inspecting.parameter_names(model.get_rope_index)
+    call = {name: named[name] for name in taken if named.get(name) is not None}
+    ids: torch.Tensor = model.get_rope_index(**{**call, "input_ids": tokens, "attention_mask": mask})[0]
+    return ids[-3:]
+
+
+@uncompiled
+def of_pictures(model: Model, call: Call, found: Boundaries, mask: torch.Tensor | None) -> torch.Tensor | None:
+    """Position ids on several axes for a packed batch with pictures whose ids, if it has any, only count its tokens.
+
+    None if there are no pictures, if the ids have several axes, or if the model does not count so.
+
+    Raises:
+        PackingNotIsolated: the ids say something else, or the model cannot count the pictures of each document.
+    """
+    inner = models(model)
+    counting = next((each for each in inner if hasattr(each, COUNTS)), None)
+    ids, tokens = call.get("position_ids"), call.get("input_ids")
+    if counting is None or not has_pictures(call) or (ids is not None and ids.dim() == 3 and len(ids) > 1):
+        return None
+    if ids is not None and not any(map(_counts_in_forward, inner)):
+        return None  # neither does padded training
+    if tokens is None or found.parents is not None:
+        raise PackingNotIsolated(
+            "a packed batch came with pictures and without position_ids on three axes, which this model counts in each "
+            "document of input_ids, and there are "
+            f"{'none' if tokens is None else 'shared prompts (segment_parents)'}. Pass position_ids on three axes, as "
+            "fa2patch.DataCollatorForMultimodalFlattening gives them."
+        )
+    counted = found.positions_of(tokens.shape).to(tokens.device)
+    if ids is not None:
+        differs = ids.reshape(-1, tokens.shape[1]) != counted
+        if largest(differs if mask is None else differs & (mask != 0)):
+            raise PackingNotIsolated(
+                "a packed batch came with pictures and with position_ids on one axis that do not count the tokens of "
+                "each document from 0, and this model counts on three axes. Pass them on three axes, as "
+                "fa2patch.DataCollatorForMultimodalFlattening gives them."
+            )
+    three = _in_rows(counting, call, [length for length in found.lengths if length])
+    return torch.cat([counted[None], three]) if takes_text_axis(inner[-1]) else three
+
+
+def _in_rows(model: Model, call: Call, lengths: list[int]) -> torch.Tensor:
+    """Time, height and width ids of a packed batch, whose documents are counted as rows of a padded batch."""
+    tokens = call["input_ids"]
+
+    def rows(value: torch.Tensor) -> torch.Tensor:
+        return pad_sequence(value.flatten().split(lengths), batch_first=True)
+
+    mask = rows(torch.ones_like(tokens))
+    of_tokens = {name: rows(value) for name, value in call.items() if _is_of_tokens(value, tokens)}
+    try:
+        ids = rope_index(model, rows(tokens), mask, {**call, **of_tokens})
+    except FAILURES as error:
+        raise PackingNotIsolated(
+            f"a packed batch came with pictures and without position_ids on three axes, and {type(model).__name__}."
+            f"{COUNTS} does not count them in each document ({type(error).__name__}: {error}). Expected the pictures "
+            "in the order of their placeholders, no document that ends inside of one, and all that the processor "
+            "returned (mm_token_type_ids)."
+        ) from error
+    return ids[:, mask != 0].view(len(ids), *tokens.shape)
+
+
+def _is_of_tokens(value: object, tokens: torch.Tensor) -> bool:
+    return isinstance(value, torch.Tensor) and value.shape == tokens.shape and not value.is_floating_point()
+
+
+def _counts_in_forward(model: Model) -> bool:
+    """Whether a model's forward counts on several axes itself, or by another method (from 5.3 on)."""
+    cls = type(model)
+    called = inspecting.names_read(inspecting.forward_of(cls))
+    return COUNTS in called or any(inspecting.reads_name(getattr(cls, name, None), COUNTS) for name in called)

@@ -17,7 +17,7 @@ from ..proof.unknown import Structure, mode_of, unknown
 from ..upstream import attached, heads
 from ..upstream.find_layers import ModelLayers
 from ..upstream.find_models import is_sharded
-from ..upstream.forward import warn_unpacked
+from ..upstream.forward import thread, warn_unpacked
 from ..upstream.packed_mask import PackedMask
 from ..upstream.step import MARK, Patched
 
@@ -40,9 +40,6 @@ DOCUMENTS, BRANCHES = "documents", "branches"
 
 _lock = threading.RLock()
 """Held while a model is examined, so that no other thread uses numbers that are still to be proven."""
-
-_thread = threading.local()
-"""``proves`` is True while this thread runs a model in order to prove a batch: what it is given is no user's batch."""
 
 
 @dataclass
@@ -133,7 +130,7 @@ def examine(patch: Examined, module: Model, call: Call, mask: PackedMask) -> Non
         if found:
             raise PackingNotIsolated(found)
         return
-    if examination.under_way or getattr(_thread, "proves", False):
+    if examination.under_way or thread.proves:
         return
     if getattr(call.get("position_ids"), attached.PADDING, None) is None:
         heads.require_patched(patch)
@@ -197,7 +194,7 @@ def _prove(patch: Examined, due: set[tuple[str, int]], module: Model, call: Call
     """Prove a batch on a replica of the model, or on the model itself if the replica does not see the whole forward."""
     from ..proof import proving  # with five more modules, which only a model with unknown modules needs
 
-    before, _thread.proves = getattr(_thread, "proves", False), True
+    before, thread.proves = thread.proves, True
     try:
         try:
             with patch.examination.paused(is_sharded(patch.model)):
@@ -208,7 +205,7 @@ def _prove(patch: Examined, due: set[tuple[str, int]], module: Model, call: Call
     except proving.Unseen as error:
         raise PackingNotIsolated(str(error)) from None
     finally:
-        _thread.proves = before
+        thread.proves = before
     patch.examination.proven |= due
 
 

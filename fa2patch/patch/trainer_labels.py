@@ -10,12 +10,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import weakref
 from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from .._types import Call, Function
 from ..binding import bind
@@ -32,8 +32,8 @@ from ..upstream.ulysses import row_part
 
 MODULE = "transformers.trainer"
 
-_leave_first_out: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
-"""For each Trainer, whether its count leaves out the first label of each row."""
+_leave_first_out = WeakIdKeyDictionary()  # type: ignore[no-untyped-call]
+"""For each Trainer, whether its count leaves out the first label of each row. A Trainer that is a dataclass has no hash."""
 
 
 def mend_labels(module: ModuleType, patch: Patched) -> None:

@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any, Callable
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from .._torch import is_no_verdict
 from .._types import Function
@@ -55,8 +56,9 @@ class Patcher:
         self.options, self.active = options, True
         self._seen: weakref.WeakSet[Any] = weakref.WeakSet()  # models that were patched or left alone
         self._patches: weakref.WeakSet[Patch] = weakref.WeakSet()
-        self._packing: weakref.WeakSet[Any] = weakref.WeakSet()  # trainers
-        self._told: weakref.WeakSet[Any] = weakref.WeakSet()  # trainers of which a line about --collate was printed
+        # trainers, of which some are dataclasses and have no hash: those whose models compute padded batches packed, and
+        # those of which a line about --collate was printed
+        self._packing, self._told = WeakIdKeyDictionary(), WeakIdKeyDictionary()  # type: ignore[no-untyped-call]
         self._under_way: set[int] = set()  # ids of trainers and holders that are constructed
         self._patched = self._trained = False
         self._model_classes: tuple[Any, ...] = ()
@@ -256,7 +258,7 @@ class Patcher:
             for model in held_models(value):
                 self.patch(model)
         found, name = pack_models(vars(trainer)), type(trainer).__name__
-        self._packing.add(trainer)
+        self._packing[trainer] = True
         first: dict[int, str] = {}  # several attributes may hold one model, as model and model_wrapped do
         for attribute, hooks in found.packed.items():
             first.setdefault(id(hooks), attribute)
@@ -310,7 +312,7 @@ class Patcher:
         self._trained = True
         if trainer in self._told:
             return
-        self._told.add(trainer)
+        self._told[trainer] = True
         name = type(trainer).__name__
         if stays_padded:
             say(f"{name} trains padded, as it would without --collate: {stays_padded}.")

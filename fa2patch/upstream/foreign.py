@@ -214,7 +214,7 @@ def refuse_bypassed(model: Model, forward: Function, call: Call) -> None:
     """
     function, given = getattr(forward, "__func__", forward), None
     if not compiling():
-        code, given = code_called(function), _given(model)
+        code, given = code_called(function), _given(model, function)
         led_here = code is None or any(frame.f_code is code for frame in inspecting.running())
         handed_on = (getattr(function, "__wrapped__", None), model.__dict__.get(HOOKED), *getattr(function, "args", ()))
         if not led_here or all(is_known(each) for each in (function, *filter(callable, handed_on))):
@@ -236,14 +236,11 @@ def refuse_bypassed(model: Model, forward: Function, call: Call) -> None:
     )
 
 
-def _given(model: Model) -> tuple[Args, Call] | None:
-    """What a model that is running was called with, as torch or our forward was given it; None if neither was."""
-    called = [
-        (variables["args"], variables["kwargs"])
-        for module, code, variables in inspecting.modules_called()
-        if module is model and (code in _ours or code is torch.nn.Module._call_impl.__code__)
-    ]
-    return called[-1] if called else None
+def _given(model: Model, forward: Function) -> tuple[Args, Call] | None:
+    """What a model that is running was called with; None if its foreign forward was called past torch and us."""
+    around = {torch.nn.Module._call_impl.__code__, *({forward.__code__} if _is_ours(forward) else ())}
+    called = [found for module, code, found in inspecting.modules_called() if module is model and code in around]
+    return (called[-1]["args"], called[-1]["kwargs"]) if called else None
 
 
 def _has_all(call: Call, args: Args, kwargs: Call) -> bool:

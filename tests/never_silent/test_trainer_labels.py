@@ -4,6 +4,7 @@ Rows that were packed beforehand come through a collator that masks nothing. Wha
 for the documents padded in the same version.
 """
 
+import dataclasses
 import gc
 import inspect
 
@@ -95,6 +96,14 @@ class OwnLoss(transformers.Trainer):
         return (loss, outputs) if return_outputs else loss
 
 
+@dataclasses.dataclass
+class WithoutHash(transformers.Trainer):
+    """A dataclass compares its objects by their fields, so they have no hash (TRL's experimental KTOTrainer)."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+
+
 def moved(trainer):
     """Return how far the weights are after a step."""
     trainer.train()
@@ -120,6 +129,7 @@ def metrics(trainer):
 QUICK = {
     "the number of labels": {},
     "a loss of one's own": {"kind": OwnLoss},
+    "the number of labels of a dataclass": {"kind": WithoutHash},
     "the loss of an evaluation": {"run": evaluated},
 }
 SLOW = {

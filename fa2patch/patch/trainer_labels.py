@@ -33,7 +33,7 @@ from ..upstream.ulysses import row_part
 MODULE = "transformers.trainer"
 
 _leave_first_out = WeakIdKeyDictionary()  # type: ignore[no-untyped-call]
-"""For each Trainer, whether its count leaves out the first label of each row. A Trainer that is a dataclass has no hash."""
+"""For each Trainer, whether its count leaves out the first label of each row. One that is a dataclass has no hash."""
 
 
 def mend_labels(module: ModuleType, patch: Patched) -> None:

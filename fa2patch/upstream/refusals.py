@@ -23,10 +23,12 @@ def kind(model: ModelLayers, facts: Facts) -> None:
     """Refuse encoders of images and sound, and encoder-decoders."""
     if takes_no_token_ids(model.model):
         token_embeddings(model.model)  # raises the error that verify raises, too
-    if getattr(model.model.config, "is_encoder_decoder", False):
+    two = [type(one).__name__ for one in model.entered if getattr(one.config, "is_encoder_decoder", False)]
+    if two:  # an outer config says nothing of its text side's: InstructBLIP
+        which = "is" if two[0] == type(model.model).__name__ else f"holds {two[0]}, which is"
         raise UnsupportedModel(
-            f"{model} is an encoder-decoder: fa2patch packs models that read one sequence, decoders such as Llama and "
-            "encoders such as BERT. Train it padded."
+            f"{model} {which} an encoder-decoder: fa2patch packs models that read one sequence, decoders such as Llama "
+            "and encoders such as BERT. Train it padded."
         )
 
 

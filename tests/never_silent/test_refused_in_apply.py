@@ -64,13 +64,14 @@ PICTURES = {
 T5 = {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
 
 
-@pytest.mark.parametrize("name", named("InstructBlip", "InstructBlipVideo", "Blip2"))
+@pytest.mark.parametrize(
+    "name", named(*(f"{each}ForConditionalGeneration" for each in ("InstructBlip", "InstructBlipVideo", "Blip2")))
+)
 def test_a_text_side_that_is_an_encoder_decoder(name):
     """The outer config of InstructBLIP does not say so. Its padded batches were an error, with and without packing."""
-    config = getattr(transformers, f"{name}Config")(
-        **PICTURES, text_config={"model_type": "t5", **T5}, num_query_tokens=4
-    )
-    refused(getattr(transformers, f"{name}ForConditionalGeneration")(config), "an encoder-decoder", name)
+    cls = getattr(transformers, name)
+    config = cls.config_class(**PICTURES, text_config={"model_type": "t5", **T5}, num_query_tokens=4)
+    refused(cls(config), "an encoder-decoder", name)
 
 
 DECODERS = named(

@@ -13,6 +13,7 @@ from ..run.start import RunOptions, start
 @click.command("run", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 @click.option("--kernel", default="auto", show_default=True, help="As for fa2patch.apply.")
 @click.option("--collate", is_flag=True, help="Flatten what a Trainer's standard padding collators make for training.")
+@click.option("--padded-batches", is_flag=True, help="Compute padded batches packed, in every loop.")
 @click.option("--pack/--no-pack", default=True, help="Compute the padded batches of TRL's trainers packed.")
 @click.option(
     "--max-tokens", type=click.IntRange(1), help="Compute each batch of a Trainer in passes of so many tokens."
@@ -24,6 +25,7 @@ def run_command(
     context: click.Context,
     kernel: str,
     collate: bool,
+    padded_batches: bool,
     pack: bool,
     max_tokens: int | None,
     quiet: bool,
@@ -44,6 +46,6 @@ def run_command(
         close = get_close_matches(given, [name for name in known if name.startswith("--")])
         raise click.NoSuchOption(given, possibilities=close, ctx=context)
     try:
-        start(command, RunOptions(kernel, collate, quiet, pack, max_tokens))
+        start(command, RunOptions(kernel, collate, quiet, pack, max_tokens, padded_batches))
     except Fa2PatchError as error:
         raise click.UsageError(str(error)) from None

@@ -5,6 +5,7 @@ It uses only torch and numpy, so it is the same for every Transformers version.
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -106,6 +107,7 @@ class DataCollatorWithFlattening:
     max_documents: int | None = None
     longest_document: int | str | None = None
     empty: int = field(default=0, init=False, repr=False, compare=False)
+    _said: bool = field(default=False, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         self.framework(None)
@@ -192,6 +194,12 @@ class DataCollatorWithFlattening:
             batch["max_length_q"] = batch["max_length_k"] = stated
         return batch
 
+    def with_first_labels(self) -> DataCollatorWithFlattening:
+        """Return this collator with ``separator_id=None``. A Trainer of a patched token classifier uses that one."""
+        made = copy.copy(self)
+        made.separator_id = None
+        return made
+
     def framework(self, return_tensors: str | None) -> str:
         """Return ``"pt"`` or ``"np"``: the argument of a call, or the option if it is None.
 
@@ -228,12 +236,27 @@ class DataCollatorWithFlattening:
         else:
             labels = row["labels"]
             if separator is not None:
-                labels[starts(documents)] = separator
+                first = starts(documents)
+                self._say_what_is_lost(labels, row["input_ids"], first[first < tokens])
+                labels[first] = separator
             labels[tokens:] = IGNORED_LABEL
             labels = labels[None]
         if self.pad_to_multiple_of is not None:  # every batch of a loader has the same keys
             row[REAL] = (np.arange(len(row["input_ids"])) < tokens).astype(np.int64)
         return self._in_order(row, labels, documents), max(documents)
+
+    def _say_what_is_lost(self, labels: Array, ids: Array, first: Array) -> None:
+        """Warn once if a document's first label is neither its own token, as in a causal LM, nor ignored."""
+        lost = first[(labels[first] != ids[first]) & (labels[first] != IGNORED_LABEL)]
+        if len(lost) and not self._said:
+            self._said = True
+            warnings.warn(
+                "labels: the first one of each document becomes separator_id, because in a causal LM no token predicts "
+                f"it. Here one is {labels[lost[0]]} for the token {ids[lost[0]]}: if labels are of their own "
+                "tokens (a token classifier, masked tokens), keep it with separator_id=None.",
+                UserWarning,
+                stacklevel=5,
+            )
 
     def _add_labels(self, flat: Flat) -> None:
         """Add the ``labels``, unless they are of documents, and apply the loss masks."""

@@ -17,7 +17,7 @@ from ..errors import BadBatch, StaysPadded
 from ..upstream import attached, caches
 from ..upstream.calls import passed
 from ..upstream.facts import Facts
-from ..upstream.step import MARK, PADDING, Patched
+from ..upstream.step import MARK, PADDING, Tally, Patched
 from ..upstream.ulysses import row_part
 from . import head_calls
 from .rows import Layout, packed_row, read_rows, shared_prefixes, unshared
@@ -101,9 +101,15 @@ class PaddedBatches:
             return outside_graphs(self.computed, forward, module, args, kwargs, names)
         head = head_calls.head_of(module)
         row = self._one_row(module, {**dict(zip(names, args)), **kwargs}, head)
+        tally = module.__dict__[MARK].tally if MARK in module.__dict__ else Tally()
         if isinstance(row, str):
+            tally.why = tally.why or row
             self._warn(row)
             return forward(module, args, kwargs)
+        if head is None or not head.tried:
+            tally.batches += 1
+            tally.cells += row.real.numel()
+            tally.tokens += len(row.layout.at)
         output, noise = forward(module, (), row.call), head is not None and head.noise
         if _pools_rows(output, len(row.real)):
             self._pools = True

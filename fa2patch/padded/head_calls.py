@@ -21,6 +21,7 @@ from .._types import Args, Call, Model
 from ..comparison import distance, tensors
 from ..documents.names import IGNORED_LABEL, LABELS
 from ..proof.replica import replica
+from ..proof.runs import left_as_it_was
 from ..upstream.calls import passed
 from ..upstream.find_models import is_sharded
 from ..upstream.labels import kept_logits
@@ -116,18 +117,27 @@ def can_be_tried(head: HeadCall) -> bool:
 def reads_padding(head: HeadCall, device: torch.device) -> bool:
     """Run a head's model again with other hidden states of padding, and say whether anything real changes.
 
-    A copy of its modules is run without gradients, so that the call that is under way is left as it is.
+    A copy of its modules is run without gradients, so that the call that is under way is left as it is. The model
+    itself is run if a forward of other code calls that, and not the copy.
     """
-    model = replica(head.module)
     with outside_the_forward(device), without_gradients():
-        zeros, noise = _run(model, head, False), _run(model, head, True)
-        if zeros is None or noise is None:
-            return True
-        moved = distance(noise, zeros)
-        if not moved:
-            return False
-        again = _run(model, head, False)  # measures the noise of a nondeterministic kernel
-        return again is None or moved > 2 * distance(again, zeros)
+        found = _moves(replica(head.module), head)
+        if found is None:
+            with left_as_it_was(head.module, evaluates=False), torch.no_grad():
+                found = _moves(head.module, head)
+    return found is not False
+
+
+def _moves(model: Model, head: HeadCall) -> bool | None:
+    """Whether other hidden states of padding change a model's results; None if they do not come through the model."""
+    zeros, noise = _run(model, head, False), _run(model, head, True)
+    if zeros is None or noise is None:
+        return None
+    moved = distance(noise, zeros)
+    if not moved:
+        return False
+    again = _run(model, head, False)  # measures the noise of a nondeterministic kernel
+    return again is None or moved > 2 * distance(again, zeros)
 
 
 def _run(model: Model, head: HeadCall, noise: bool) -> list[torch.Tensor] | None:

@@ -134,6 +134,7 @@ def examine(patch: Examined, module: Model, call: Call, mask: PackedMask) -> Non
         return
     if getattr(call.get("position_ids"), attached.PADDING, None) is None:
         heads.require_patched(patch)
+        patch.tally.rows = True
     if vars(module).get("_is_replica") or patch.model.__dict__.get(MARK) is not patch:  # reverted
         return
     kept = examination.structure  # asked here, so that a batch of a model as it was needs no other call
@@ -218,6 +219,7 @@ def _examined(given: str, tree: bool) -> str:
     with paused():
         try:
             heads.require_patched(patch)
+            patch.tally.rows = True
             if _has_changed(patch):
                 patch.renew()
             if patch.examination.must:

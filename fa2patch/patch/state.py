@@ -19,7 +19,7 @@ from ..upstream.calls import refuse_recording
 from ..upstream.find_layers import Layer, ModelLayers
 from ..upstream.find_models import models, named_modules, walked_once
 from ..upstream.forward import entered
-from ..upstream.step import MARK, ROLE, Budgeted, Trait
+from ..upstream.step import MARK, ROLE, Budgeted, Tally, Trait
 from . import examining
 from .model_plan import ModelPlan, plan_model
 from .padding import of_model
@@ -68,6 +68,7 @@ class Patch:
         vouched: whether the last packed batch reached every layer in ``attention``.
         skips: whether a packed batch has missed a layer, so that the layers that run are recorded.
         named: the ``architecture`` argument of ``apply``.
+        computed: what the model has computed packed. ``fa2patch run`` says it in the end.
         rehooked: the instance attributes ``forward`` and ``_old_forward`` that were replaced: object, name and the
             value before.
     """
@@ -85,6 +86,7 @@ class Patch:
         self.kernel = self.picks.name
         self.rehooked: list[tuple[Any, str, Any]] = []
         self.unpacked: int | None = 0
+        self.tally = Tally()
         self.padded_batches: bool | None = None
         self.budget: Budgeted | None = None
         self._take(planned)

@@ -2,7 +2,8 @@
 
 The model ignores them by itself (:mod:`fa2patch.upstream.labels`). But Trainer counts labels before a
 forward (``num_items_in_batch``), and keeps them from the model if the loss is computed outside of it: label smoothing,
-``compute_loss_func``, a ``compute_loss`` of one's own. Metrics get its labels, too.
+``compute_loss_func``, a ``compute_loss`` of one's own. Metrics get its labels, too. A flattening collator drops the
+first label of each document, also for a token classifier or a masked LM, which learns it: there it keeps them.
 """
 
 from __future__ import annotations
@@ -10,17 +11,18 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import weakref
+import warnings
 from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from .._types import Call, Function
 from ..binding import bind
 from ..documents import stated
-from ..documents.names import LABELS, LOSS_LABELS, TOKENS
+from ..documents.names import IGNORED_LABEL, LABELS, LOSS_LABELS, TOKENS
 from ..errors import Fa2PatchError, NotAModel
 from ..upstream import attached, inspecting
 from ..upstream.calls import batch_shape, passed
@@ -32,14 +34,17 @@ from ..upstream.ulysses import row_part
 
 MODULE = "transformers.trainer"
 
-_leave_first_out: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
-"""For each Trainer, whether its count leaves out the first label of each row."""
+LOADERS = ("get_train_dataloader", "get_eval_dataloader", "get_test_dataloader")
+
+_leave_first_out = WeakIdKeyDictionary()  # type: ignore[no-untyped-call]
+"""For each Trainer, whether its count leaves out the first label of each row. One that is a dataclass has no hash."""
 
 
 def mend_labels(module: ModuleType, patch: Patched) -> None:
     """Look at the labels of every Trainer that trains a patched model, until the patch is released."""
     trainer = getattr(module, "Trainer", None)
-    for name, make in {"_prepare_inputs": _prepared, "_get_num_items_in_batch": _counted}.items():
+    made = {"_prepare_inputs": _prepared, "_get_num_items_in_batch": _counted, **dict.fromkeys(LOADERS, _loading)}
+    for name, make in made.items():
         if trainer is not None and name in vars(trainer):
             bind(trainer, name, make, patch)
 
@@ -75,6 +80,28 @@ def _counted(original: Function) -> Function:
         return number([_as_given(batch) for batch in batch_samples])
 
     return _get_num_items_in_batch
+
+
+def _loading(original: Function) -> Function:
+    """Replacement for a method that makes a loader with the Trainer's collator."""
+
+    @functools.wraps(original)
+    def get_dataloader(self: Any, *args: Any, **kwargs: Any) -> Any:
+        patch, collator = _patch_of(self.model), self.data_collator
+        drops_first = getattr(collator, "separator_id", None) == IGNORED_LABEL
+        if patch is not None and drops_first and not patch.model.__dict__[ROLE].predicts_the_next:
+            if hasattr(collator, "with_first_labels"):
+                self.data_collator = collator.with_first_labels()
+            else:
+                warnings.warn(
+                    f"{type(collator).__module__}.{type(collator).__name__} drops the first label of each document, "
+                    f"which {type(patch.model).__name__} would learn. Use fa2patch.DataCollatorWithFlattening.",
+                    UserWarning,
+                    stacklevel=2,
+                )
+        return original(self, *args, **kwargs)
+
+    return get_dataloader
 
 
 def without_first_labels(model: Any, batch: Any) -> Any:

@@ -320,7 +320,9 @@ def _apart(found: list[torch.Tensor], expected: list[torch.Tensor]) -> torch.Ten
         if one.shape == other.shape:
             one, other = one.double(), other.double()
             far.append((one - other).square().mean(-1).sqrt() / other.square().mean().sqrt().clamp(min=1e-30))
-    return torch.stack([each.detach().cpu() for each in far]).amax(0).nan_to_num(float("inf")) if far else torch.zeros(1)
+    return (
+        torch.stack([each.detach().cpu() for each in far]).amax(0).nan_to_num(float("inf")) if far else torch.zeros(1)
+    )
 
 
 def _pooled_segments(tree: Tree, mask: PackedMask) -> torch.Tensor:

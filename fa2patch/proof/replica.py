@@ -1,12 +1,14 @@
 """A copy of a model's modules around the same parameters, which runs while other threads compute with the model.
 
-Its hooks, buffers and modes are its own, and a gate that is zero may have another value in it. Only a forward that
-calls the model itself past the replica is proven on the model, as a sharded one is. A hook that only looks is called,
-too, because nothing says beforehand that it only looks.
+Its hooks, buffers and modes are its own, and a gate that is zero may have another value in it. So are functions on its
+modules that hold a module in their closure, as a forward does that calls the one in whose place it was put. Only a
+forward that calls the model itself past the replica is proven on the model, as a sharded one is. A hook that only looks
+is called, too, because nothing says beforehand that it only looks.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import types
 from collections.abc import Iterable, Iterator
@@ -15,6 +17,7 @@ from typing import Any
 import torch
 
 from .._types import Model
+from ..upstream.calls import Calls
 from ..upstream.inspecting import is_scripted
 
 _TABLES = tuple(name for name, held in vars(torch.nn.Module()).items() if isinstance(held, (dict, set)))
@@ -28,7 +31,7 @@ def replica(model: Model, unknown: Iterable[torch.nn.Module] = ()) -> Model:
     module that was compiled is the one below it. Parameters that are all zero in ``unknown`` modules get small random
     values in the copy: a gate that begins at zero hides what it will let through.
     """
-    copies: dict[int, torch.nn.Module] = {}
+    copies: dict[int, Any] = {}
     made: Model = _copied(model, copies)
     for module in list(copies.values()):
         for name, value in list(vars(module).items()):
@@ -37,7 +40,7 @@ def replica(model: Model, unknown: Iterable[torch.nn.Module] = ()) -> Model:
     return made
 
 
-def _copied(module: Any, copies: dict[int, torch.nn.Module]) -> Any:
+def _copied(module: Any, copies: dict[int, Any]) -> Any:
     if id(module) in copies:
         return copies[id(module)]
     if is_scripted(module):  # torch holds its parts, and its parameters are left as they are
@@ -61,19 +64,43 @@ def _copied(module: Any, copies: dict[int, torch.nn.Module]) -> Any:
     return made
 
 
-def _rebound(value: Any, copies: dict[int, torch.nn.Module]) -> Any:
+def _rebound(value: Any, copies: dict[int, Any]) -> Any:
     """An attribute's value with the copy of a module in the place of the module."""
     if isinstance(value, torch.nn.Module):
         return copies.get(id(value), value)
     if isinstance(value, types.MethodType):
-        return types.MethodType(value.__func__, _rebound(value.__self__, copies))
+        return types.MethodType(_rebound(value.__func__, copies), _rebound(value.__self__, copies))
     if type(value) is functools.partial:
         args = [_rebound(each, copies) for each in value.args]
         keywords = {name: _rebound(each, copies) for name, each in value.keywords.items()}
         return functools.partial(_rebound(value.func, copies), *args, **keywords)
+    if isinstance(value, types.FunctionType) and value.__closure__:
+        return _of_copies(value, copies)
+    if isinstance(value, Calls):  # in the closure of our forward
+        calls = copy.copy(value)
+        calls.original = _rebound(value.original, copies)
+        return calls
     if type(value) in (list, tuple) and any(isinstance(each, torch.nn.Module) for each in value):
         return type(value)(_rebound(each, copies) for each in value)
     return value
+
+
+def _of_copies(function: types.FunctionType, copies: dict[int, Any]) -> Any:
+    """A function with cells of its own, in which copies stand in the place of modules."""
+    if id(function) in copies:
+        return copies[id(function)]
+    closure = function.__closure__ or ()
+    new = [cell for cell in closure if id(cell) not in copies]
+    copies.update({id(cell): types.CellType() for cell in new})
+    cells = tuple(copies[id(cell)] for cell in closure)
+    made = types.FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, cells)
+    made.__kwdefaults__ = function.__kwdefaults__
+    vars(made).update(vars(function))
+    copies[id(function)] = made
+    for cell in new:
+        if cell != types.CellType():  # a name that is still to be assigned
+            copies[id(cell)].cell_contents = _rebound(cell.cell_contents, copies)
+    return made
 
 
 @torch.no_grad()

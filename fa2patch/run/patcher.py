@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any, Callable
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from .._torch import is_no_verdict
 from .._types import Function
@@ -27,19 +28,12 @@ from ..patch.state import Patch
 from ..upstream import inspecting
 from ..upstream.find_layers import ModelLayers
 from ..upstream.find_models import embedding_of, is_transformers_model, models, transformers_model
+from ..upstream.step import Tally
 from . import flattening
 from .start import RunOptions, say
 from .startup.fa2patch_startup import WATCHED
 
-PACKED_TRAINERS = (
-    "DPOTrainer", "KTOTrainer", "ORPOTrainer", "CPOTrainer", "RewardTrainer", "PRMTrainer", "GRPOTrainer",
-    "RLOOTrainer",
-)  # fmt: skip
-"""TRL's trainers whose padded batches are computed packed: those in which losses and metrics were compared.
-
-They look at the rows of their batches, so a collator cannot pack these. Batches of other trainers stay padded, unless
-``--collate`` flattens them.
-"""
+COUNTS = ("batches", "cells", "tokens")
 
 
 @functools.cache
@@ -55,10 +49,12 @@ class Patcher:
         self.options, self.active = options, True
         self._seen: weakref.WeakSet[Any] = weakref.WeakSet()  # models that were patched or left alone
         self._patches: weakref.WeakSet[Patch] = weakref.WeakSet()
-        self._packing: weakref.WeakSet[Any] = weakref.WeakSet()  # trainers
-        self._told: weakref.WeakSet[Any] = weakref.WeakSet()  # trainers of which a line about --collate was printed
+        self._computed: list[tuple[str, Tally]] = []  # of each patched model, which may be gone in the end
+        # trainers, some of which are dataclasses and have no hash: those whose models compute padded batches packed,
+        # and those of which a line about --collate was printed
+        self._packing, self._told = WeakIdKeyDictionary(), WeakIdKeyDictionary()  # type: ignore[no-untyped-call]
         self._under_way: set[int] = set()  # ids of trainers and holders that are constructed
-        self._patched = self._trained = False
+        self._trained = False
         self._model_classes: tuple[Any, ...] = ()
         self._holders: tuple[Any, ...] = ()
 
@@ -89,10 +85,39 @@ class Patcher:
         release(self)
         for patch in list(self._patches):
             patch.revert()
-        if self.options.collate and self._patched and not self._trained:
+        if self._computed:
+            self._say_what_was_packed()
+        if self.options.collate and self._computed and not self._trained:
             say(
                 "--collate has changed nothing: no Trainer has trained here, and a loop of one's own may look at rows "
                 "and masks. There, give the loader fa2patch.DataCollatorWithFlattening()."
+            )
+
+    def _say_what_was_packed(self) -> None:
+        """Print what all patched models have computed packed, or that nothing was and what may be done."""
+        rows = sorted({name for name, done in self._computed if done.rows})
+        padded = sorted({name for name, done in self._computed if done.batches})
+        why = next((done.why for _, done in self._computed if done.why), "")
+        said = [f"{' and '.join(rows)} computed packed rows, each document by itself"] if rows else []
+        if padded:
+            batches, cells, tokens = (sum(getattr(done, what) for _, done in self._computed) for what in COUNTS)
+            said.append(
+                f"{' and '.join(padded)} computed {tokens:,} tokens for the {cells:,} of {batches:,} padded batches"
+            )
+        if said:
+            self._say_unless_quiet("; ".join(said) + (f". Other batches stayed padded: {why}." if why else "."))
+            return
+        names = " and ".join(sorted({name for name, _ in self._computed}))
+        if why:
+            say(f"nothing was packed: batches of {names} were computed as they came: {why}.")
+        elif self._packing or self.options.padded_batches:
+            say(
+                f"nothing was packed: {names} had no batch with padding, and none whose rows say where documents start."
+            )
+        else:
+            say(
+                f"nothing was packed: {names} had no batch whose rows say where documents start. If batches are "
+                "padded, --padded-batches computes them packed."
             )
 
     def patch(self, model: Any) -> None:
@@ -113,7 +138,7 @@ class Patcher:
             if why:
                 say(f"{name} left alone: {why}. Call fa2patch.apply(model) if its batches are packed all the same.")
                 return
-            patch = apply(model, kernel=self.options.kernel)
+            patch = apply(model, kernel=self.options.kernel, padded_batches=self.options.padded_batches or None)
         except (UnknownKernel, KernelUnavailable):
             raise
         except Fa2PatchError as error:
@@ -127,7 +152,7 @@ class Patcher:
             say(f"{name} left alone: fa2patch.apply failed, please report it: {type(error).__name__}: {error}")
             return
         self._patches.add(patch)
-        self._patched = True
+        self._computed.append((name, patch.tally))
         seams = " and ".join(sorted({layer.seam for layer in patch.attention}))
         packs = of_model(models(patch.model)[-1]) is not None
         padding = " Padded batches are computed packed, too." if packs else ""
@@ -224,7 +249,7 @@ class Patcher:
 
     def _trainer_constructed(self, trainer: Any, outermost: bool) -> None:
         self._patch_inside(getattr(trainer, "model", None))
-        padded = _pads(trainer) or (self.options.max_tokens is not None and not self.options.collate)
+        padded = _is_of_trl(trainer) or (self.options.max_tokens is not None and not self.options.collate)
         if outermost and self.options.pack and padded and not hasattr(trainer, PACKS):
             self._pack(trainer)
         elif outermost and self.options.collate:
@@ -258,13 +283,13 @@ class Patcher:
             for model in held_models(value):
                 self.patch(model)
         found, name = pack_models(vars(trainer)), type(trainer).__name__
-        self._packing.add(trainer)
+        self._packing[trainer] = True
         first: dict[int, str] = {}  # several attributes may hold one model, as model and model_wrapped do
         for attribute, hooks in found.packed.items():
             first.setdefault(id(hooks), attribute)
         if first:
             self._say_unless_quiet(
-                f"{name} makes padded batches, and computes them packed, with what rows begin with in common once: "
+                f"{name} computes padded batches packed, and what their rows begin with in common once: "
                 f"{', '.join(first.values())}. Losses and metrics stay those of padded batches; --no-pack leaves them "
                 "padded."
             )
@@ -310,7 +335,7 @@ class Patcher:
         self._trained = True
         if trainer in self._told:
             return
-        self._told.add(trainer)
+        self._told[trainer] = True
         name = type(trainer).__name__
         if stays_padded:
             say(f"{name} trains padded, as it would without --collate: {stays_padded}.")
@@ -321,11 +346,14 @@ class Patcher:
             )
 
 
-def _pads(trainer: Any) -> bool:
-    """Whether a trainer is one of :data:`PACKED_TRAINERS` or a subclass."""
-    # newer releases of TRL have some of them in trl.experimental
-    known = (cls for cls in type(trainer).__mro__ if cls.__name__ in PACKED_TRAINERS)
-    return any(cls.__module__.partition(".")[0] == "trl" for cls in known)
+def _is_of_trl(trainer: Any) -> bool:
+    """Whether a trainer is one of TRL's or a subclass.
+
+    Their losses and metrics were compared (docs/stack/trl.md). They look at the rows of their batches, so a collator
+    cannot pack these. Batches of other trainers stay padded unless an option says otherwise: code around the model may
+    read what it computes of padding.
+    """
+    return any(cls.__module__.partition(".")[0] == "trl" for cls in type(trainer).__mro__)
 
 
 def reads_no_text(model: Any) -> str:

@@ -35,6 +35,7 @@ class RunOptions:
     quiet: bool = False
     pack: bool = True
     max_tokens: int | None = None
+    padded_batches: bool = False
 
     @classmethod
     def inherited(cls) -> RunOptions:

@@ -43,18 +43,18 @@ class Calls:
         """Whether the function accepts a keyword of this name."""
         return self.takes_any or name in self.names
 
+    def can_name(self, args: Args) -> bool:
+        """Whether these arguments have names. Of those that go to ``*args``, only a single tensor has one."""
+        rest = len(args) - len(self.positional)
+        return rest <= 0 or (rest == len(args) == 1 and isinstance(args[0], torch.Tensor))
+
     def named(self, args: Args, kwargs: Call) -> Call:
-        """Return the arguments by name. If the function takes only ``*args``, one argument is ``input_ids``."""
+        """Return the arguments by name; :meth:`can_name` must hold. A tensor in ``*args`` is ``input_ids``."""
         if torch._C._get_tracing_state() is not None and not compiling():
             refuse_recording("torch.jit.trace (or torch.onnx.export, or TensorBoard's add_graph)")
         if not args:  # {**x}, here and below: dynamo traces fifty times the steps for dict(x), and {**x, **y}
             return {**kwargs}
         rest = args[len(self.positional) :]
-        if len(rest) > 1 or (rest and self.positional):
-            raise PackingNotIsolated(
-                f"{len(args)} arguments without names came to a forward that was replaced by one with *args: which "
-                "of them are position_ids is not known. Call the model with keywords."
-            )
         first = {"input_ids": rest[0]} if rest else {}
         return {**first, **dict(zip(self.positional, args)), **kwargs}
 

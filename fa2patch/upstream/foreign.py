@@ -18,8 +18,8 @@ from typing import Any, Callable
 import torch
 
 from .._torch import compiling, constant
-from .._types import Call, Function, Model
-from ..documents.names import LENGTHS, LOSS_LABELS, REAL
+from .._types import Args, Call, Function, Model
+from ..documents.names import LABELS, LENGTHS, LOSS_LABELS, REAL
 from ..errors import PackingNotIsolated
 from . import inspecting
 from .calls import Calls, passed
@@ -199,30 +199,55 @@ def calls_of(module: torch.nn.Module) -> Calls:
     return Calls(getattr(forward, "__func__", forward), hasattr(forward, "__func__"))
 
 
-def refuse_bypassed(model: Model, forward: Function) -> None:
-    """Raise :class:`PackingNotIsolated` if a foreign forward that was called past the pre-hook has led here.
+def refuse_bypassed(model: Model, forward: Function, call: Call) -> None:
+    """Raise :class:`PackingNotIsolated` if a foreign forward whose call nobody could prepare has led here.
 
-    What it does with labels is not known, nor whether it was given any. A base model that is called by itself is not
-    refused, nor one that forwards of Transformers and accelerate hand their arguments on to. A graph shows no callers,
-    so that every such batch is refused there.
+    It was called past the pre-hook, or its arguments had no names. What it does with labels is not known. A base model
+    that is called by itself is not refused, nor one that forwards of Transformers and accelerate hand their arguments
+    on to, nor a call in which all that may be labels has arrived. A graph shows no callers, so that every such batch is
+    refused there.
 
     Args:
         model: the patched model.
-        forward: its foreign forward.
+        forward: its foreign forward, or ours around it.
+        call: the arguments that have arrived here.
     """
-    function = getattr(forward, "__func__", forward)
+    function, given = getattr(forward, "__func__", forward), None
     if not compiling():
-        code = code_called(function)
+        code, given = code_called(function), _given(model, function)
         led_here = code is None or any(frame.f_code is code for frame in inspecting.running())
         handed_on = (getattr(function, "__wrapped__", None), model.__dict__.get(HOOKED), *getattr(function, "args", ()))
         if not led_here or all(is_known(each) for each in (function, *filter(callable, handed_on))):
             return
+        if given is not None and _has_all(call, *given):
+            return
+    name, code = type(model).__name__, code_called(below_ours(function))
+    by = "an object" if code is None else f"{code.co_name} ({code.co_filename}, line {code.co_firstlineno})"
+    if given is not None and given[0]:
+        raise PackingNotIsolated(
+            f"{len(given[0])} arguments without names came to a forward that other code has put on this {name}, {by}, "
+            "and not all of them came on to the model with this packed batch: labels among them would cross documents. "
+            "Call the model with keywords."
+        )
     raise PackingNotIsolated(
-        f"the forward of this {type(model).__name__} was replaced after fa2patch.apply, by "
-        f"{getattr(function, '__module__', type(function).__name__)}.{getattr(function, '__qualname__', '')}, and was "
-        "called as model.forward(...), past fa2patch: the labels of its packed batch would cross documents. Call "
-        "fa2patch.apply(model) again, after what replaces the forward."
+        f"the forward of this {name} was replaced after fa2patch.apply, by {by}, and was called as model.forward(...), "
+        "past fa2patch: the labels of its packed batch would cross documents. Call fa2patch.apply(model) again, after "
+        "what replaces the forward."
     )
+
+
+def _given(model: Model, forward: Function) -> tuple[Args, Call] | None:
+    """What a model that is running was called with; None if its foreign forward was called past torch and us."""
+    around = {torch.nn.Module._call_impl.__code__, *({forward.__code__} if _is_ours(forward) else ())}
+    called = [found for module, code, found in inspecting.modules_called() if module is model and code in around]
+    return (called[-1]["args"], called[-1]["kwargs"]) if called else None
+
+
+def _has_all(call: Call, args: Args, kwargs: Call) -> bool:
+    """Whether a call has all of other arguments that may be labels: those of this name, and those without names."""
+    arrived = {id(value) for value in call.values()}
+    of_labels = [*args, *passed(kwargs, LABELS).values()]
+    return all(isinstance(each, (int, float, str, type(None))) or id(each) in arrived for each in of_labels)
 
 
 def explain_rejected(model: Any, call: Call, error: TypeError) -> None:

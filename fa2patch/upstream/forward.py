@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from .._torch import is_no_verdict
+from .._torch import compiling, is_no_verdict
 from .._types import Args, Call, Function, Model
 from ..documents import stated
 from ..documents.names import LABELS, LENGTHS, PARENTS, REAL
@@ -42,7 +42,10 @@ def entered(original: Function) -> Function:
     calls = Calls(original)
 
     def marked(self: Any, args: Args, kwargs: Call) -> Any:
-        patch, role, call = self.__dict__[MARK], self.__dict__[ROLE], calls.named(args, kwargs)
+        patch, role = self.__dict__[MARK], self.__dict__[ROLE]
+        if not calls.can_name(args):
+            return _without_names(patch, original, self, args, kwargs)
+        call = calls.named(args, kwargs)
         tokens = call.get("input_ids")
         piece = getattr(call.get("inputs_embeds") if tokens is None else tokens, attached.POOLED, None)
         if piece is not None:  # a head's own forward computes the tokens that it pools
@@ -86,6 +89,20 @@ def _computed(step: Step) -> Any:
     return _placed(step, step.mask) if step.places else _sent_inside(step, step.mask)
 
 
+def _without_names(patch: Patched, original: Function, module: Any, args: Args, kwargs: Call) -> Any:
+    """Call a forward of other code that says nothing of its arguments. The forwards below it find what is packed."""
+    if compiling():
+        raise PackingNotIsolated(
+            f"{len(args)} arguments without names came to a forward that was replaced by one with *args, and which of "
+            "them are position_ids a graph cannot find out. Call the model with keywords."
+        )
+    thread.unnamed.append(patch)
+    try:
+        return original(module, *args, **kwargs)
+    finally:
+        thread.unnamed.pop()
+
+
 # 2. What the batch says of documents: an outer model has found it, or it is looked for
 
 
@@ -105,11 +122,7 @@ def _recognise(step: Step) -> None:
     piece = getattr(call.get("position_ids"), attached.MASK, None)
     if piece is None and role.innermost and _was_found_dense(step):
         return
-    foreign_forward = None
-    if piece is None and role.outermost != role.innermost:
-        around = step.module if role.outermost else step.patch.model
-        foreign_forward = None if foreign.on_top(around) else around.forward
-    step.mask = find_mask(step, piece)
+    step.mask = find_mask(step, piece, _unprepared_by(step) if piece is None else None)
     if step.mask is None:
         return
     given = call.get("attention_mask")
@@ -118,9 +131,22 @@ def _recognise(step: Step) -> None:
             f"a model around this {type(step.module).__name__} made a mask for every query of a packed batch, and "
             "what it says beyond documents is not known. Please report the model; until then train it padded."
         )
-    if foreign_forward is not None and (role.innermost or not passed(call, LABELS)):
-        foreign.refuse_bypassed(step.patch.model, foreign_forward)
     step.places = role.innermost or role.pools or _carries_itself(step)
+
+
+def _unprepared_by(step: Step) -> Any:
+    """The foreign forward of the outermost model that may have led here, past what prepares its labels; or None.
+
+    Around a padded batch that is computed packed, labels are padded, and none of them crosses documents.
+    """
+    outermost, as_padded = step.role.outermost, getattr(step.call.get("position_ids"), attached.PADDING, None)
+    if outermost == step.role.innermost or as_padded is not None or thread.proves:
+        return None
+    if outermost and passed(step.call, LABELS):
+        return None
+    around = step.module if outermost else step.patch.model
+    unnamed = not step.captured and any(patch is step.patch for patch in thread.unnamed)
+    return None if foreign.on_top(around) and not unnamed else around.forward
 
 
 def _was_found_dense(step: Step) -> bool:
@@ -135,12 +161,12 @@ def _was_found_dense(step: Step) -> bool:
     return (bool(around) and made) or (step.captured and is_for_queries(mask))
 
 
-def find_mask(step: Step, piece: attached.Piece | None) -> PackedMask | None:
+def find_mask(step: Step, piece: attached.Piece | None, unprepared_by: Any = None) -> PackedMask | None:
     """Return the packed mask of this batch, or None for a dense batch.
 
     Boundaries that an outer model has attached to ``position_ids``, as a ``piece``, are taken from there. Otherwise
     they are derived from the arguments. If this process holds only a part of every row, they are those of the whole
-    rows.
+    rows. A packed batch may be refused that a foreign forward, ``unprepared_by``, has led here.
     """
     patch, around = step.patch, step.role.outermost
     tokens: Any = step.call.get("input_ids")
@@ -178,6 +204,8 @@ def find_mask(step: Step, piece: attached.Piece | None) -> PackedMask | None:
     if real is not None:
         given = call.get(MASK)  # zeros and ones, as packed_mask_of leaves it
         found.real = real = real if given is None else given * real.to(given)
+    if unprepared_by is not None:
+        foreign.refuse_bypassed(patch.model, unprepared_by, as_given)
     patch.examine(step.module, as_given if real is None else {**as_given, REAL: real}, found)
     call.pop(PARENTS, None)  # it means nothing to upstream's **kwargs
     if real is not None and step.calls.takes(MASK):
@@ -249,6 +277,7 @@ class _Thread(threading.local):
     Attributes:
         times: how often a base model's patched forward was entered.
         inside: ``(patch, position_ids, attention_mask)`` of each dense batch being computed, the outermost first.
+        unnamed: the patch of each call that is being computed by a forward that says nothing of its arguments.
         ran: the ``id`` of each module that has run, if that is recorded.
         proves: whether a batch is run in order to prove it: what is computed is no user's batch.
     """
@@ -259,6 +288,7 @@ class _Thread(threading.local):
 
     def __init__(self) -> None:
         self.inside: list[Any] = []
+        self.unnamed: list[Patched] = []
 
 
 thread = _Thread()

@@ -38,7 +38,8 @@ def before_foreign(module: Any, args: Args, kwargs: Call) -> Any:
     """Forward pre-hook: prepare a batch for a foreign forward.
 
     The stages act on the batch (for example, on labels that cross documents), and its boundaries are attached to
-    ``position_ids``. Nothing changes if the forward is ours, or if there are no ``position_ids`` that it takes.
+    ``position_ids``. Nothing changes if the forward is ours, or if there are no ``position_ids`` that it takes. Nor if
+    it says nothing of its arguments: a packed batch that they lead to is refused where it arrives.
     """
     patch, own = module.__dict__.get(MARK), module.__dict__.get("forward")
     # foreign.on_top's own first question: every forward of every patched model asks it
@@ -47,6 +48,8 @@ def before_foreign(module: Any, args: Args, kwargs: Call) -> Any:
     if caches.has_paged(kwargs):
         return None
     calls = foreign.calls_of(module)
+    if not calls.can_name(args):
+        return None
     call = calls.named(args, kwargs)
     tokens = call.get("input_ids")
     if hasattr(call.get("inputs_embeds") if tokens is None else tokens, attached.POOLED):

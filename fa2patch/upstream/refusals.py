@@ -23,13 +23,15 @@ def kind(model: ModelLayers, facts: Facts) -> None:
     """Refuse encoders of images and sound, and encoder-decoders."""
     if takes_no_token_ids(model.model):
         token_embeddings(model.model)  # raises the error that verify raises, too
-    if getattr(model.model.config, "is_encoder_decoder", False):
-        # a config does not say whether it is the whole's or a stack's: T5EncoderModel's does up to 4.48
+    two = [one for one in model.entered if getattr(one.config, "is_encoder_decoder", False)]
+    if two:  # an outer config says nothing of its text side's: InstructBLIP
         inner = sorted(name for name, module in model.modules.items() if name and is_transformers_model(module))
+        # a config does not say whether it is the whole's or a stack's: T5EncoderModel's does up to 4.48
         whole = any(not later.startswith(f"{name}.") for name, later in zip(inner, inner[1:]))
         what = "an encoder-decoder" if whole else "a stack of an encoder-decoder, as config.is_encoder_decoder says"
+        which = "is" if two[0] is model.model else f"holds {type(two[0]).__name__}, which is"
         raise UnsupportedModel(
-            f"{model} is {what}: fa2patch packs models that read one sequence, decoders such as Llama and "
+            f"{model} {which} {what}: fa2patch packs models that read one sequence, decoders such as Llama and "
             f"encoders such as BERT{'' if whole else ', and not yet the stacks of those that read two'}. Train it "
             "padded."
         )

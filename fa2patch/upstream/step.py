@@ -77,6 +77,25 @@ class Budgeted(Protocol):
         """Compute a forward, of which ``compute`` computes a part, in passes."""
 
 
+@dataclass
+class Tally:
+    """What a patched model has computed so far.
+
+    Attributes:
+        rows: whether it was given packed rows.
+        batches: the number of padded batches that were computed packed.
+        cells: the number of their tokens, padding included.
+        tokens: the number of tokens that were computed in their place.
+        why: why the first other batch with a mask stayed padded; empty if there was none.
+    """
+
+    rows: bool = False
+    batches: int = 0
+    cells: int = 0
+    tokens: int = 0
+    why: str = ""
+
+
 class Patched(Protocol):
     """A patch, as a forward uses it: see :class:`fa2patch.Patch`."""
 
@@ -91,6 +110,7 @@ class Patched(Protocol):
     unpacked: int | None
     vouched: bool
     skips: bool
+    tally: Tally
 
     def examine(self, module: Model, call: Call, mask: PackedMask) -> None:
         """Called before a packed batch is computed."""

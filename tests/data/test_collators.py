@@ -151,6 +151,17 @@ class TestContract:
         assert collator(PLAIN, separator_id=0)["labels"].tolist() == [[0, 6, 7, 0, 0, 10]]
         assert collator(PLAIN)["labels"].tolist() == [[-7, 6, 7, -7, -7, 10]]
 
+    def test_a_first_label_of_its_own_that_is_dropped_is_said_once(self) -> None:
+        collator = DataCollatorWithFlattening()
+        with pytest.warns(UserWarning, match="Here one is 80 for the token 8.*separator_id=None"):
+            collator(LABELLED)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            collator(LABELLED)
+            for others in (PLAIN, [{**one, "labels": one["input_ids"]} for one in PLAIN]):
+                DataCollatorWithFlattening(pad_to_multiple_of=8)(others)
+            assert collator.with_first_labels()(LABELLED)["labels"].tolist() == [[-100, 60, 70, 80, 90, -100]]
+
     @pytest.mark.parametrize("container", CONTAINERS.values(), ids=CONTAINERS)
     @pytest.mark.parametrize("return_tensors", ["pt", "np"])
     def test_containers(self, container: Any, return_tensors: str) -> None:
@@ -165,6 +176,7 @@ class TestContract:
                 value.flags.writeable = False
         with warnings.catch_warnings():
             warnings.simplefilter("error")
+            warnings.filterwarnings("ignore", "labels: the first one")
             batch = collate(features, return_tensors="np", pad_to_multiple_of=4)
         batch["input_ids"][:] = 0
         assert [example["input_ids"].tolist() for example in features] == [[5, 6, 7], [8], [9, 10]]

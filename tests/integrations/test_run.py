@@ -43,9 +43,10 @@ def test_an_unchanged_grpo_script_logs_the_same_numbers_with_fewer_tokens_in_its
     assert_same_logs(found["logs"], expected["logs"])
     assert len(found["tokens"]) == len(expected["tokens"])
     assert sum(found["tokens"]) < 0.6 * sum(expected["tokens"])
-    assert [line for line in said if "LlamaForCausalLM patched" in line] == said[:-1]
-    assert "GRPOTrainer makes padded batches, and computes them packed" in said[-1]
-    assert "model, ref_model." in said[-1]
+    *patched, packs, last = said
+    assert all("LlamaForCausalLM patched" in line for line in patched)
+    assert "GRPOTrainer computes padded batches packed" in packs and "model, ref_model." in packs
+    assert "LlamaForCausalLM computed " in last and last.endswith("padded batches.")
 
 
 def test_no_pack_leaves_the_batches_of_an_unchanged_grpo_script_padded() -> None:
@@ -53,7 +54,8 @@ def test_no_pack_leaves_the_batches_of_an_unchanged_grpo_script_padded() -> None
     found, said = script("trl-1.16.0", "grpo.py", options=("--no-pack",))
     assert_same_logs(found["logs"], expected["logs"])
     assert found["tokens"] == expected["tokens"]
-    assert all("LlamaForCausalLM patched" in line for line in said) and len(said) == 2
+    assert all("LlamaForCausalLM patched" in line for line in said[:-1]) and len(said) == 3
+    assert "nothing was packed" in said[-1]
 
 
 @pytest.mark.parametrize("stack", ["transformers-4.36.2", "transformers-4.57.6", "transformers-5.23.0"])
@@ -66,7 +68,8 @@ def test_an_unchanged_script_with_model_init_is_isolated(stack: str) -> None:
     found, said = script(stack, "model_init.py", "packed", options=())
     assert found["packed"]["losses"] == pytest.approx(padded["losses"], rel=1e-4)
     assert found["packed"]["eval_loss"] == pytest.approx(padded["eval_loss"], rel=1e-4)
-    assert len(said) == 3 and all("LlamaForCausalLM patched: 2 attention layers" in line for line in said)
+    assert len(said) == 4 and all("LlamaForCausalLM patched: 2 attention layers" in line for line in said[:-1])
+    assert said[-1] == "fa2patch: LlamaForCausalLM computed packed rows, each document by itself."
 
 
 @pytest.mark.parametrize("stack", ["sentence-transformers-3.0.1", "sentence-transformers-6.2.0"])
@@ -79,5 +82,7 @@ def test_an_unchanged_sentence_transformers_script_gets_the_same_numbers_with_fe
     assert found["losses"] == pytest.approx(expected["losses"], rel=1e-4) and len(set(expected["losses"])) == 6
     assert found["scores"] == pytest.approx(expected["scores"], rel=1e-4)
     assert all(ours < 0.9 * theirs for ours, theirs in zip(found["tokens"], expected["tokens"]))
-    assert [line.split()[1] for line in said] == ["BertForMaskedLM", "SentenceTransformer", "CrossEncoder"]
-    assert all(line.endswith("Padded batches are computed packed, too.") for line in said[1:])  # it saves the first one
+    *patched, last = said
+    assert [line.split()[1] for line in patched] == ["BertForMaskedLM", "SentenceTransformer", "CrossEncoder"]
+    assert all(line.endswith("packed, too.") for line in patched[1:])  # the first one is saved
+    assert last.startswith("fa2patch: CrossEncoder and SentenceTransformer computed ")

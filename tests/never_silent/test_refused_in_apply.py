@@ -55,6 +55,25 @@ def refused(model, *said, error=errors.Fa2PatchError):
     return message
 
 
+PICTURES = {
+    "vision_config": {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4,
+                      "image_size": 16, "patch_size": 4},
+    "qformer_config": {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4,
+                       "encoder_hidden_size": 32, "vocab_size": 64},
+}  # fmt: skip
+T5 = {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+
+
+@pytest.mark.parametrize(
+    "name", named(*(f"{each}ForConditionalGeneration" for each in ("InstructBlip", "InstructBlipVideo", "Blip2")))
+)
+def test_a_text_side_that_is_an_encoder_decoder(name):
+    """The outer config of InstructBLIP does not say so. Its padded batches were an error, with and without packing."""
+    cls = getattr(transformers, name)
+    config = cls.config_class(**PICTURES, text_config={"model_type": "t5", **T5}, num_query_tokens=4)
+    refused(cls(config), "an encoder-decoder", name)
+
+
 DECODERS = named(
     "BartForCausalLM", "BlenderbotForCausalLM", "BlenderbotSmallForCausalLM", "MarianForCausalLM", "MBartForCausalLM",
     "MusicgenForCausalLM", "PegasusForCausalLM", "PLBartForCausalLM", "WhisperForCausalLM",

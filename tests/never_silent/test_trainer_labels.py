@@ -4,13 +4,15 @@ Rows that were packed beforehand come through a collator that masks nothing. Wha
 for the documents padded in the same version.
 """
 
+import dataclasses
 import gc
 import inspect
+import warnings
 
 import pytest
 import torch
 import transformers
-from small_models import documents, llama, padded, patched, takes_any_name
+from small_models import IGNORED, config_of, documents, llama, padded, patched, small, takes_any_name
 
 import fa2patch
 from compat_matrix.check.rows import pack
@@ -95,6 +97,14 @@ class OwnLoss(transformers.Trainer):
         return (loss, outputs) if return_outputs else loss
 
 
+@dataclasses.dataclass
+class WithoutHash(transformers.Trainer):
+    """A dataclass compares its objects by their fields, so they have no hash (TRL's experimental KTOTrainer)."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+
+
 def moved(trainer):
     """Return how far the weights are after a step."""
     trainer.train()
@@ -120,6 +130,7 @@ def metrics(trainer):
 QUICK = {
     "the number of labels": {},
     "a loss of one's own": {"kind": OwnLoss},
+    "the number of labels of a dataclass": {"kind": WithoutHash},
     "the loss of an evaluation": {"run": evaluated},
 }
 SLOW = {
@@ -180,6 +191,53 @@ def test_rows_that_say_it_by_lengths(tmp_path):
 def test_dense_batches_are_as_before(tmp_path, options):
     found, expected = (logged(trainer_of(of_padded, tmp_path, patched, options=options)) for patched in (True, False))
     assert found == expected
+
+
+OF_THEIR_OWN = [cls for cls in ("LlamaForTokenClassification", "BertForMaskedLM") if hasattr(transformers, cls)]
+
+
+def test_transformers_own_flattening_collator_cannot_keep_first_labels(tmp_path):
+    if not all(hasattr(transformers, name) for name in ("DataCollatorWithFlattening", OF_THEIR_OWN[0])):
+        pytest.skip("this Transformers has no such collator")
+    trainer = trainer_of(transformers.DataCollatorWithFlattening(), tmp_path, patched=False)
+    trainer.model = patched(small(getattr(transformers, OF_THEIR_OWN[0]), config_of("llama")))
+    with pytest.warns(UserWarning, match="drops the first label.*Use fa2patch.DataCollatorWithFlattening"):
+        trainer.get_train_dataloader()
+
+
+@pytest.mark.parametrize("name", OF_THEIR_OWN)
+def test_a_flattening_collator_keeps_first_labels_that_are_of_their_own_tokens(tmp_path, name):
+    """README's lines for a Trainer, with a model that does not shift its labels."""
+    cls = getattr(transformers, name)
+    collate = fa2patch.DataCollatorWithFlattening()
+    given = [{"input_ids": doc.tolist(), "labels": (doc % 3).tolist()} for docs in ROWS for doc in docs]
+    found = {}
+    for way in ("padded", "packed"):
+        model = small(cls, config_of("llama" if "Llama" in name else "bert", num_labels=3, classifier_dropout=0.0))
+        try:
+            patch = fa2patch.apply(model)
+        except fa2patch.Fa2PatchError as error:  # BERT up to 4.57
+            pytest.skip(str(error))
+        if way == "padded":
+            patch.revert()
+        trainer = transformers.Trainer(
+            model, arguments(tmp_path, per_device_train_batch_size=6), train_dataset=given, eval_dataset=given,
+            data_collator=collate if way == "packed" else rows_of_their_own,
+        )  # fmt: skip
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)
+            found[way] = logged(trainer), trainer.evaluate()["eval_loss"]
+        assert collate.separator_id == IGNORED, "the collator that was given is another one's, too"
+    for one, other in zip(*found.values()):
+        assert_as_padded(one, other)
+
+
+def rows_of_their_own(features):
+    """Collate padded rows whose labels are of their own tokens."""
+    batch = padded([torch.tensor(feature["input_ids"]) for feature in features])
+    labels = [torch.tensor(feature["labels"]) for feature in features]
+    batch["labels"] = torch.nn.utils.rnn.pad_sequence(labels, batch_first=True, padding_value=IGNORED)
+    return batch
 
 
 @pytest.mark.slow

@@ -153,7 +153,9 @@ def in_four_threads(models):
             model = copy.deepcopy(plain[family])
             patch = fa2patch.apply(model)
             logits = model(**BATCH).logits.detach()
-            found.append(torch.equal(logits, expected[family]) and all(layer.state == "applied" for layer in patch.layers))
+            found.append(
+                torch.equal(logits, expected[family]) and all(layer.state == "applied" for layer in patch.layers)
+            )
             end = chosen.choice(("forget", "revert", "keep", "copy"))
             if end == "forget":
                 forget(model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import pickle
@@ -31,6 +32,7 @@ from transformers import (
     FalconConfig,
     FalconForCausalLM,
     LlamaForCausalLM,
+    LlamaForSequenceClassification,
     PreTrainedModel,
     T5Config,
     T5ForConditionalGeneration,
@@ -93,6 +95,10 @@ def messages(printed):
 
 
 PATCHED = "fa2patch: LlamaForCausalLM patched: 2 attention layers, interface seam, kernel auto."
+NOTHING = (
+    "fa2patch: nothing was packed: LlamaForCausalLM had no batch whose rows say where documents start. If batches are "
+    "padded, --padded-batches computes them packed."
+)
 
 
 def by_its_class():
@@ -281,6 +287,7 @@ def test_the_environment_reaches_further_processes_once():
     assert run.environment(run.RunOptions("reference", True), once) == once
     assert once[run.WHERE].endswith(os.path.realpath(sys.prefix))
     options = {"kernel": "reference", "collate": True, "quiet": False, "pack": True, "max_tokens": None}
+    options["padded_batches"] = False
     assert json.loads(once[run.VARIABLE]) == options
 
 
@@ -299,6 +306,7 @@ def test_options_end_where_the_script_begins(monkeypatch):
         run.RunOptions("flex", True, True),
     )
     assert line("--no-pack", "a.py") == (("a.py",), run.RunOptions(pack=False))
+    assert line("--padded-batches", "a.py") == (("a.py",), run.RunOptions(padded_batches=True))
     assert line("--collate", "-m", "trl", "--quiet", "--help") == (
         ("-m", "trl", "--quiet", "--help"),
         run.RunOptions(collate=True),
@@ -334,7 +342,7 @@ def test_models_are_patched_as_they_are_made_named_once_and_reverted_in_the_end(
     assert vars(Trainer)["__init__"] is before_init and vars(Trainer)["call_model_init"] is before_model_init
     assert "__init_subclass__" not in vars(Trainer)
     assert fa2patch.status(from_config()) is None
-    assert lines() == []
+    assert lines() == [NOTHING]
 
 
 def test_a_model_that_apply_fails_on_is_named_and_one_that_there_was_no_memory_for_is_met_again(
@@ -342,7 +350,7 @@ def test_a_model_that_apply_fails_on_is_named_and_one_that_there_was_no_memory_f
 ):
     model, outcomes = tiny_models.build("llama"), [MemoryError(), ZeroDivisionError("of ours")]
 
-    def failing(model, kernel):
+    def failing(model, **options):
         raise outcomes.pop(0)
 
     monkeypatch.setattr(patcher, "apply", failing)
@@ -427,7 +435,6 @@ class WithReference(Trainer):
         self.rewards = [BertForMaskedLM(BertConfig(**TINY_BERT)), other]
 
 
-WithReference.__module__ = "trl.trainer"
 GRPOTrainer = type("GRPOTrainer", (WithReference,), {"__module__": "trl.trainer"})
 
 
@@ -454,7 +461,7 @@ def test_the_models_of_trls_trainers_compute_padded_batches_packed(hooked, folde
     trainer = trainer_of(loaded(folder), folder, cls=of_ones_own())
     assert [tokens_of(held) for held in (trainer.model, trainer.ref_model, trainer.late)] == [6, 6, 6]
     said = lines()[-1]
-    assert "Mine makes padded batches, and computes them packed" in said and "model, ref_model, " in said
+    assert "Mine computes padded batches packed" in said and "model, ref_model, " in said
     assert "late." in said and "model_wrapped" not in said
 
 
@@ -478,8 +485,50 @@ def test_other_batches_stay_as_they_are(hooked, folder, lines, how):
     if how == "packed by packed_trainer":
         cls = fa2patch.packed_trainer(cls, share_prompts=False)
     trainer = trainer_of(loaded(folder), folder, cls=cls)
-    assert tokens_of(trainer.model) == (6 if how == "packed by packed_trainer" else 8)
+    packs = how == "packed by packed_trainer"
+    assert tokens_of(trainer.model) == (6 if packs else 8)
     assert not any("packed" in line for line in lines())
+    hooked.off()
+    assert lines() == [
+        "fa2patch: LlamaForCausalLM computed 6 tokens for the 8 of 1 padded batches." if packs else NOTHING
+    ]
+
+
+def test_a_loop_of_ones_own_is_computed_packed_if_that_is_asked_for(hooked, folder, lines):
+    """A head that pools rows is patched, too."""
+    hooked(padded_batches=True)
+    model = loaded(folder)
+    classifier = LlamaForSequenceClassification._from_config(tiny_models.config_of("llama"))
+    assert [line for line in lines() if line.endswith("Padded batches are computed packed, too.")]
+    assert [tokens_of(each) for each in (model, classifier, model)] == [6, 6, 6]
+    hooked.off()
+    names = "LlamaForCausalLM and LlamaForSequenceClassification"
+    assert lines() == [f"fa2patch: {names} computed 18 tokens for the 24 of 3 padded batches."]
+
+
+def test_what_was_packed_is_said_of_models_that_are_gone(hooked, folder, lines):
+    hooked()
+    model = loaded(folder)
+    model(torch.tensor([[4, 5, 6, 7]]), position_ids=torch.tensor([[0, 1, 0, 1]]))
+    del model
+    gc.collect()
+    hooked.off()
+    assert lines()[1:] == ["fa2patch: LlamaForCausalLM computed packed rows, each document by itself."]
+
+
+def test_why_nothing_was_packed_is_said_even_quietly(hooked, folder, lines):
+    hooked(padded_batches=True, quiet=True)
+    model = loaded(folder)
+    hooked.off()
+    assert "had no batch with padding, and none whose rows say where documents start" in lines()[-1]
+    hooked(padded_batches=True, quiet=True)
+    model = loaded(folder)
+    ids = torch.tensor([[4, 5, 6, 7], [4, 5, 6, 7]])
+    with pytest.warns(fa2patch.errors.StaysPadded):
+        model(ids, attention_mask=torch.tensor([[1, 0, 1, 1], [1, 1, 1, 1]]), use_cache=False)
+    hooked.off()
+    (line,) = lines()
+    assert "nothing was packed: batches of LlamaForCausalLM were computed as they came: each row of its mask" in line
 
 
 @pytest.mark.parametrize("how", ["padded", "collate", "TRL's", "no pack"])
@@ -513,7 +562,7 @@ def test_collate_says_nothing_of_a_trainer_whose_batches_are_packed_in_its_model
         loaded(folder), folder, DataCollatorForSeq2Seq(tokenizer_of(folder)), cls=GRPOTrainer
     ).get_train_dataloader()
     hooked.off()
-    assert not any("--collate" in line for line in lines())
+    assert not any("--collate" in line for line in lines() if "nothing was packed" not in line)
 
 
 class Holder:
@@ -550,6 +599,7 @@ def test_only_the_first_rank_speaks_and_quiet_is_quiet(hooked, lines, monkeypatc
                 patched.setenv(name, value)
             hooked()
             assert fa2patch.status(from_config()) is not None
+            hooked.off()
             assert lines() == []
     hooked(quiet=True)
     assert fa2patch.status(from_config()) is not None
@@ -719,8 +769,12 @@ def test_collate_leaves_alone_what_may_look_at_rows(hooked, folder, lines, colla
     _, shapes = losses(trainer_of(loaded(folder), folder, collator(tokenizer_of(folder)), **options))
     assert any(rows > 1 for rows, _ in shapes)
     hooked.off()
-    said = [line for line in lines() if "patched" not in line]
-    assert len(said) == 1 and re.search(f"trains padded, as it would without --collate: .*{why}", said[0]), said
+    *said, last = (line for line in lines() if "patched" not in line)
+    assert (
+        last == NOTHING
+        and len(said) == 1
+        and re.search(f"trains padded, as it would without --collate: .*{why}", said[0])
+    ), said
 
 
 def test_collate_says_of_what_else_it_will_not_flatten(hooked, folder, monkeypatch):
@@ -849,7 +903,7 @@ def test_an_unchanged_script_leaks_without_and_is_isolated_with_it(folder, tmp_p
     isolated, said = script(RUN, folder, "pack", tmp_path / "run")
     assert max(abs(a - b) for a, b in zip(found["pack"], found["pad"])) > 0.01, "it does not leak, so nothing is shown"
     assert isolated["losses"] == pytest.approx(found["pad"], rel=NEAR)
-    assert said == [PATCHED]
+    assert said == [PATCHED, "fa2patch: LlamaForCausalLM computed packed rows, each document by itself."]
 
 
 # --- slow: other versions, other command lines, more processes -------------------------------------------------------
@@ -886,7 +940,8 @@ def test_an_unchanged_script_with_other_versions(there, tmp_path, release, accel
     padded, _ = script((), model, "pad", tmp_path / "pad", **using)
     packed, _ = script((), model, "pack", tmp_path / "pack", **using)
     isolated, said = script(RUN, model, "pack", tmp_path / "run", **using)
-    assert len(said) == 1 and "LlamaForCausalLM patched: 2 attention layers" in said[0]
+    assert len(said) == 2 and "LlamaForCausalLM patched: 2 attention layers" in said[0]
+    assert "computed packed rows" in said[1]
     alone = max(abs(a - b) for a, b in zip(packed["losses"], isolated["losses"]))
     assert not leaks or alone > 0.01
     if release in ("4.36.2", "4.44.2"):  # later padded runs count labels that nothing predicts
@@ -927,10 +982,12 @@ def test_trls_own_command_line(there, tmp_path):
     padded, _ = sft("padded", [python.with_name("trl")])
     isolated, said = sft("isolated", [python, *RUN, "trl"], *free)
     assert isolated == pytest.approx(padded, rel=NEAR)
-    assert said == [PATCHED]
-    collated, said = sft("collated", [python, *RUN, "--collate", "-m", "trl.cli.main"])
-    assert collated == pytest.approx(padded, rel=NEAR)
-    assert "SFTTrainer trains padded, as it would without --collate" in said[-1]
+    assert said[0] == PATCHED and "computed packed rows" in said[-1]
+    packed, said = sft("packed", [python, *RUN, "-m", "trl.cli.main"])
+    assert packed == pytest.approx(padded, rel=NEAR)
+    assert "SFTTrainer computes padded batches packed" in said[-2]
+    tokens, cells = (int(number.replace(",", "")) for number in re.findall(r"(?<= )[\d,]+(?= tokens| of)", said[-1]))
+    assert tokens < cells
 
 
 def launchers():
@@ -950,7 +1007,8 @@ def test_under_launchers_one_rank_speaks_and_both_train_as_padded(folder, tmp_pa
     padded, _ = script(without, folder, "pad", tmp_path / "padded")
     found, said = script(line, folder, "pad", tmp_path / "out")
     assert found["losses"] == pytest.approx(padded["losses"], rel=NEAR) and found["steps"] == padded["steps"] == 4
-    assert len(said) == 2 and "patched" in said[0] and "laid end to end" in said[1]
+    assert len(said) == 3 and "patched" in said[0] and "laid end to end" in said[1]
+    assert "computed packed rows" in said[2]
 
 
 @pytest.mark.slow

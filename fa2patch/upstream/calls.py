@@ -43,18 +43,18 @@ class Calls:
         """Whether the function accepts a keyword of this name."""
         return self.takes_any or name in self.names
 
-    def can_name(self, args: Args) -> bool:
-        """Whether these arguments have names. Of those that go to ``*args``, only a single tensor has one."""
-        rest = len(args) - len(self.positional)
-        return rest <= 0 or (rest == len(args) == 1 and isinstance(args[0], torch.Tensor))
+    def named(self, args: Args, kwargs: Call) -> Call | None:
+        """Return the arguments by name, or None if some have none.
 
-    def named(self, args: Args, kwargs: Call) -> Call:
-        """Return the arguments by name; :meth:`can_name` must hold. A tensor in ``*args`` is ``input_ids``."""
+        Of those that go to ``*args``, only a single tensor has one: it is ``input_ids``.
+        """
         if torch._C._get_tracing_state() is not None and not compiling():
             refuse_recording("torch.jit.trace (or torch.onnx.export, or TensorBoard's add_graph)")
         if not args:  # {**x}, here and below: dynamo traces fifty times the steps for dict(x), and {**x, **y}
             return {**kwargs}
         rest = args[len(self.positional) :]
+        if rest and (self.positional or len(rest) > 1 or not isinstance(rest[0], torch.Tensor)):
+            return None
         first = {"input_ids": rest[0]} if rest else {}
         return {**first, **dict(zip(self.positional, args)), **kwargs}
 

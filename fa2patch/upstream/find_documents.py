@@ -10,7 +10,7 @@ from .._torch import HAS_OPERATORS, compiling, recording, transforming
 from .._types import Call
 from ..documents.boundaries import Boundaries
 from ..documents.find import in_graph, is_plain, recognise
-from ..documents.names import PARENTS
+from ..documents.names import LENGTHS, PARENTS
 from ..documents.stated import from_cu_seqlens
 from ..documents.tensors import largest
 from ..errors import BadParents, PackedWithCache, PackedWithDenseMask, PackingNotIsolated
@@ -75,7 +75,11 @@ def packed_mask_of(
     _refuse_what_cannot_be_packed(call, batch, training, captured)
     if batch.mask is not None:  # router losses weigh a token by its number in the mask
         call["attention_mask"] = (batch.mask != 0).to(batch.mask.dtype)
-    ids = call["position_ids"] = _position_ids(call, patch, batch, rows.shape, found, part)
+    ids, pictures = batch.position_ids, has_pictures(call)
+    if ids is None or pictures:
+        ids = call["position_ids"] = _position_ids(call, patch, batch, rows.shape, found, part)
+    for name in LENGTHS if pictures else ():  # 5.10 to 5.16 pass them on to the vision tower, which has its own
+        call.pop(name, None)
     longest = rows.shape[1] if found.positions is None else found.positions  # the row's length is enough
     if facts.rope is not None:
         longest = _within_rope(found, facts.rope, rows.shape, ids, part is not None)

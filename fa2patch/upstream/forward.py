@@ -14,7 +14,7 @@ import inspect
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Callable
 
 import torch
 
@@ -43,9 +43,9 @@ def entered(original: Function) -> Function:
 
     def marked(self: Any, args: Args, kwargs: Call) -> Any:
         patch, role = self.__dict__[MARK], self.__dict__[ROLE]
-        if not calls.can_name(args):
-            return _without_names(patch, original, self, args, kwargs)
         call = calls.named(args, kwargs)
+        if call is None:
+            return _without_names(patch, original, self, args, kwargs)
         tokens = call.get("input_ids")
         piece = getattr(call.get("inputs_embeds") if tokens is None else tokens, attached.POOLED, None)
         if piece is not None:  # a head's own forward computes the tokens that it pools
@@ -55,7 +55,10 @@ def entered(original: Function) -> Function:
             call = {**call, **piece.content.whole}
         step = Step(self, patch, role, calls, args, call)
         _recognise(step)
-        output = _computed(step) if patch.budget is None else patch.budget.computed(step, _computed)
+        if patch.budget is None:
+            output = prepare(step)(step, step.mask)
+        else:
+            output = patch.budget.computed(step, _computed)
         for trait, found in patch.after:
             output = trait.after(step, found, output)
         output = heads.after(step, output)
@@ -81,12 +84,7 @@ def entered(original: Function) -> Function:
 
 def _computed(step: Step) -> Any:
     """Take a batch, or a pass of it, from its boundaries to the output of the model's own forward."""
-    prepare(step)
-    if step.mask is None:
-        return _dense(step)
-    if step.handed:
-        return _handed(step, step.mask)
-    return _placed(step, step.mask) if step.places else _sent_inside(step, step.mask)
+    return prepare(step)(step, step.mask)
 
 
 def _without_names(patch: Patched, original: Function, module: Any, args: Args, kwargs: Call) -> Any:
@@ -142,10 +140,11 @@ def _unprepared_by(step: Step) -> Any:
     outermost, as_padded = step.role.outermost, getattr(step.call.get("position_ids"), attached.PADDING, None)
     if outermost == step.role.innermost or as_padded is not None or thread.proves:
         return None
-    if outermost and passed(step.call, LABELS):
-        return None
+    for name in LABELS if outermost else ():
+        if step.call.get(name) is not None:
+            return None
     around = step.module if outermost else step.patch.model
-    unnamed = not step.captured and any(patch is step.patch for patch in thread.unnamed)
+    unnamed = not step.captured and thread.unnamed and step.patch in thread.unnamed
     return None if foreign.on_top(around) and not unnamed else around.forward
 
 
@@ -198,9 +197,6 @@ def find_mask(step: Step, piece: attached.Piece | None, unprepared_by: Any = Non
         if around and not caches.held(call):
             stated.refuse_unread(call, step.calls.names, shape, training)
         return None
-    if has_pictures(call):  # 5.10 to 5.16 pass lengths on to the vision tower, which has its own
-        for name in LENGTHS:
-            call.pop(name, None)
     if real is not None:
         given = call.get(MASK)  # zeros and ones, as packed_mask_of leaves it
         found.real = real = real if given is None else given * real.to(given)
@@ -250,8 +246,11 @@ def _carries_itself(step: Step) -> bool:
 # 3. Labels, heads, positions and traits change the call
 
 
-def prepare(step: Step) -> None:
-    """Check or change the call before a forward: first what every model has, then the traits of this one."""
+def prepare(step: Step) -> Callable[[Step, Any], Any]:
+    """Check or change the call before a forward: first what every model has, then the traits of this one.
+
+    Returned is what computes it, from the step and its mask.
+    """
     labels.before(step)
     heads.before(step)
     positions.before(step)
@@ -262,6 +261,9 @@ def prepare(step: Step) -> None:
         step.call["use_cache"] = False
     for trait, found in step.patch.before:
         trait.before(step, found)
+    if step.mask is None:
+        return _dense
+    return _handed if step.handed else _placed if step.places else _sent_inside
 
 
 # 4. A dense batch is computed as without fa2patch
@@ -304,7 +306,7 @@ def proof() -> Iterator[None]:
         thread.proves = before
 
 
-def _dense(step: Step) -> Any:
+def _dense(step: Step, mask: None = None) -> Any:
     """Compute a dense batch as without fa2patch, and let inner models know that it was found dense."""
     if step.captured:
         if _says_nothing(step):

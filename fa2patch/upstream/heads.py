@@ -104,7 +104,8 @@ def after(step: Step, output: Any) -> Any:
     if mask is None or step.handed:
         return output
     if role.innermost:
-        return pool_documents(step.module, output, mask)
+        pooled = isinstance(output, tuple) or getattr(output, "pooler_output", None) is not None
+        return pool_documents(step.module, output, mask) if pooled else output
     if role.outermost and not role.pools:
         refuse_outputs_of_rows(step.module, output, step.call, mask, role.predicts_the_next)
     return output

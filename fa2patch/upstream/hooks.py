@@ -48,9 +48,9 @@ def before_foreign(module: Any, args: Args, kwargs: Call) -> Any:
     if caches.has_paged(kwargs):
         return None
     calls = foreign.calls_of(module)
-    if not calls.can_name(args):
-        return None
     call = calls.named(args, kwargs)
+    if call is None:
+        return None
     tokens = call.get("input_ids")
     if hasattr(call.get("inputs_embeds") if tokens is None else tokens, attached.POOLED):
         return None

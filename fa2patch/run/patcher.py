@@ -54,7 +54,7 @@ class Patcher:
     def __init__(self, options: RunOptions) -> None:
         self.options, self.active = options, True
         self._seen: weakref.WeakSet[Any] = weakref.WeakSet()  # models that were patched or left alone
-        self._patches: weakref.WeakSet[Patch] = weakref.WeakSet()
+        self._patches: list[weakref.ref[Patch]] = []  # no WeakSet, which a finalizer may change while it is read
         self._packing: weakref.WeakSet[Any] = weakref.WeakSet()  # trainers
         self._told: weakref.WeakSet[Any] = weakref.WeakSet()  # trainers of which a line about --collate was printed
         self._under_way: set[int] = set()  # ids of trainers and holders that are constructed
@@ -87,8 +87,9 @@ class Patcher:
             return
         self.active = False
         release(self)
-        for patch in list(self._patches):
-            patch.revert()
+        for patch in [each() for each in self._patches]:
+            if patch is not None:
+                patch.revert()
         if self.options.collate and self._patched and not self._trained:
             say(
                 "--collate has changed nothing: no Trainer has trained here, and a loop of one's own may look at rows "
@@ -126,7 +127,7 @@ class Patcher:
                 raise
             say(f"{name} left alone: fa2patch.apply failed, please report it: {type(error).__name__}: {error}")
             return
-        self._patches.add(patch)
+        self._patches.append(weakref.ref(patch))
         self._patched = True
         seams = " and ".join(sorted({layer.seam for layer in patch.attention}))
         packs = of_model(models(patch.model)[-1]) is not None

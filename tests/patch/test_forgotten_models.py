@@ -73,7 +73,7 @@ class Life:
         patch.revert()
         self.family, self.other, self.places = family, other, []
         self.found = namespaces(self.owners)
-        self.run(None)  # what is looked up once in a process is looked up
+        self.run(None)  # what is looked up or imported once in a process is there
 
     def run(self, place):
         """Live, and collect at a place; at None, nowhere. ``places`` are the calls: whether bindings make them."""
@@ -104,8 +104,8 @@ class Life:
 
 def lived(family, other, chosen):
     """Live once for each chosen place."""
+    life = Life(family, other)
     with collected_by_hand():
-        life = Life(family, other)
         life.run(None)
         places = life.places
         for place in chosen(places):

@@ -7,6 +7,7 @@ first ``apply`` or the first command that lists kernels, and never by ``import f
 
 from __future__ import annotations
 
+import threading
 import warnings
 from dataclasses import dataclass
 from importlib import metadata
@@ -24,6 +25,9 @@ class Added:
     package: str
 
 
+LOCK = threading.RLock()
+"""Held while something is added, which may add more."""
+
 _added: list[Added] = []
 _under_way: list[str] = []
 _done: set[str] = set()
@@ -35,12 +39,13 @@ def load() -> None:
     One that fails is left out with a RuntimeWarning, which names it and its package: a package that is broken, and that
     nobody asked for here, must not keep a model from training.
     """
-    if _done:
-        return
-    _done.update(GROUPS)
-    for group in GROUPS:
-        for entry in _entry_points(group):
-            _load(entry, group)
+    with LOCK:  # another thread's model must not be planned without a trait that is still to be added
+        if _done:
+            return
+        _done.update(GROUPS)
+        for group in GROUPS:
+            for entry in _entry_points(group):
+                _load(entry, group)
 
 
 def added() -> tuple[Added, ...]:

@@ -5,9 +5,9 @@ FunctionWrapper to the original code (rule 5 of CONTRIBUTING.md). A binding is s
 them weakly and is undone with the last of them. If other code has replaced the attribute again by then, its replacement
 stays and the binding below it has no effect. The binding is removed as soon as that replacement is gone.
 
-The collector may run a finalizer between any two lines, in any thread. So a finalizer changes nothing here and waits for
-nothing: it says that something is due, and that is done when nobody is :func:`changing` bindings. For the same reason
-users are held in sets of plain weak references, which no callback changes, and not in a WeakSet.
+The collector may run a finalizer between any two lines, in any thread. So a finalizer changes nothing here and waits
+for nothing: it says that something is due, and that is done when nobody is :func:`changing` bindings. For the same
+reason users are held in sets of plain weak references, which no callback changes, and not in a WeakSet.
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ def order() -> tuple[Kernel, ...]:
 
         place = next((i for i, kernel in enumerate(kernels) if isinstance(kernel, TorchVarlen)), len(kernels) - 1)
         kernels[place:place] = devices.here()
-    for kernel, before in _registered:
+    for kernel, before in tuple(_registered):
         if before is not None:
             at = [i for i, other in enumerate(kernels) if other.name == before]
             kernels.insert(at[0] if at else len(kernels) - 1, kernel)  # `before` may have left auto since
@@ -150,12 +150,15 @@ def register_kernel(kernel: Kernel, *, before: str | None = None) -> None:
         raise BadArgument(f"register_kernel: expected an instance of a Kernel with a name, found {kernel!r}.")
     if kernel.name in NAMES or kernel.name.startswith("hub:"):
         raise BadArgument(f"register_kernel: fa2patch has a kernel {kernel.name!r}. Choose another name.")
-    others = [(other, place) for other, place in _registered if other.name != kernel.name]
-    tried = [*(other.name for other in ORDER), *(other.name for other, place in others if place is not None)]
-    if before is not None and before not in tried:
-        raise UnknownKernel(f"before={before!r}: expected one that auto tries, {', '.join(map(repr, tried))}, or None.")
-    _registered[:] = [*others, (kernel, before)]
-    added.note("kernel", kernel.name)
+    with added.LOCK:
+        others = [(other, place) for other, place in _registered if other.name != kernel.name]
+        tried = [*(other.name for other in ORDER), *(other.name for other, place in others if place is not None)]
+        if before is not None and before not in tried:
+            raise UnknownKernel(
+                f"before={before!r}: expected one that auto tries, {', '.join(map(repr, tried))}, or None."
+            )
+        _registered[:] = [*others, (kernel, before)]
+        added.note("kernel", kernel.name)
 
 
 def named(name: str | Kernel) -> Kernel:

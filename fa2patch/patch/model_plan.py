@@ -65,8 +65,9 @@ def register_trait(trait: Trait) -> None:
         raise BadArgument(f"register_trait: expected a Trait with a name, found {trait!r}.")
     if any(own.name == trait.name for own in TRAITS):
         raise BadArgument(f"register_trait: fa2patch has a trait {trait.name!r} of its own. Choose another name.")
-    _registered[:] = [*(other for other in _registered if other.name != trait.name), trait]
-    added.note("trait", trait.name)
+    with added.LOCK:
+        _registered[:] = [*(other for other in _registered if other.name != trait.name), trait]
+        added.note("trait", trait.name)
 
 
 def traits() -> tuple[Trait, ...]:

@@ -48,7 +48,7 @@ class Patcher:
     def __init__(self, options: RunOptions) -> None:
         self.options, self.active = options, True
         self._seen: weakref.WeakSet[Any] = weakref.WeakSet()  # models that were patched or left alone
-        self._patches: weakref.WeakSet[Patch] = weakref.WeakSet()
+        self._patches: list[weakref.ref[Patch]] = []  # no WeakSet, which a finalizer may change while it is read
         self._computed: list[tuple[str, Tally]] = []  # of each patched model, which may be gone in the end
         # trainers, some of which are dataclasses and have no hash: those whose models compute padded batches packed,
         # and those of which a line about --collate was printed
@@ -83,8 +83,9 @@ class Patcher:
             return
         self.active = False
         release(self)
-        for patch in list(self._patches):
-            patch.revert()
+        for patch in [each() for each in self._patches]:
+            if patch is not None:
+                patch.revert()
         if self._computed:
             self._say_what_was_packed()
         if self.options.collate and self._computed and not self._trained:
@@ -151,7 +152,7 @@ class Patcher:
                 raise
             say(f"{name} left alone: fa2patch.apply failed, please report it: {type(error).__name__}: {error}")
             return
-        self._patches.add(patch)
+        self._patches.append(weakref.ref(patch))
         self._computed.append((name, patch.tally))
         seams = " and ".join(sorted({layer.seam for layer in patch.attention}))
         packs = of_model(models(patch.model)[-1]) is not None

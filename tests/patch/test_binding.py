@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import types
 from unittest import mock
 
@@ -15,7 +16,7 @@ import wrapt
 from fake_models import modeling_function, modeling_interface, modeling_method
 
 from fa2patch import binding
-from fa2patch.binding import ABSENT, bind, release, used_by
+from fa2patch.binding import ABSENT, bind, changing, release, used_by
 from fa2patch.upstream import forward, masks, positions
 from fa2patch.upstream.seams import formula, interface
 
@@ -145,6 +146,73 @@ def test_users_are_held_weakly(owner, forgotten):
     for user in filter(None, users):
         release(user)
     assert as_found(owner) == found
+
+
+def forgotten(owner):
+    """Bind for a user that only the collector finds."""
+    user = User()
+    user.itself = user
+    return bind(owner, "method", ours, user)
+
+
+def test_a_binding_is_found_again_while_its_last_user_is_collected(owner, user):
+    bound = forgotten(owner)
+    with changing():
+        gc.collect()
+        assert bind(owner, "method", ours, user) is bound
+    assert owner().method() == "ours(stock)" and used_by(user) == [bound]
+
+
+def test_what_is_forgotten_inside_a_change_is_undone_at_its_end(owner):
+    found = as_found(owner)
+    forgotten(owner)
+    with changing():
+        with changing():
+            gc.collect()
+        assert owner().method() == "ours(stock)"
+    assert as_found(owner) == found
+
+
+def test_a_finalizer_waits_for_no_other_thread(owner):
+    """Its thread may hold what the other thread waits for."""
+    found, inside, done = as_found(owner), threading.Event(), threading.Event()
+    forgotten(owner)
+
+    def change():
+        with changing():
+            inside.set()
+            done.wait(10)
+
+    other = threading.Thread(target=change)
+    other.start()
+    assert inside.wait(10)
+    gc.collect()
+    assert other.is_alive() and owner().method() == "ours(stock)"
+    done.set()
+    other.join(10)
+    assert as_found(owner) == found
+
+
+def test_what_is_forgotten_until_the_interpreter_ends_says_nothing():
+    said = python("""
+import atexit, gc, sys
+from fa2patch.binding import bind
+
+class Owner: pass
+class User: pass
+
+def forgotten(attribute):
+    user = User()
+    user.itself = user
+    bind(Owner, attribute, lambda original: lambda: 1, user)
+    return user
+
+kept, also = forgotten("kept"), [forgotten("in_a_cycle")]
+forgotten("collected_at_the_end")
+atexit.register(gc.collect)
+sys.stderr = sys.stdout
+""")
+    assert said == ""
 
 
 def test_a_users_bindings_are_listed_in_the_order_in_which_they_were_made(owner, user):

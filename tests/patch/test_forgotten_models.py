@@ -14,6 +14,7 @@ from threads import in_threads
 
 import fa2patch
 from compat_matrix.check.rows import documents, pack
+from compat_matrix.tiny_models import is_present
 from fa2patch import binding
 from fa2patch.binding import used_by, users
 
@@ -34,6 +35,11 @@ def replaced(patch):
 
 def namespaces(owners):
     return [(str(owner), name, id(value)) for owner in owners for name, value in vars(owner).items()]
+
+
+def by_bindings(frame):
+    """Whether a call is one of the registry of bindings, or made there."""
+    return binding.__file__ in (frame.f_code.co_filename, frame.f_back.f_code.co_filename)
 
 
 def forget(model):
@@ -67,7 +73,7 @@ class Life:
         patch.revert()
         self.family, self.other, self.places = family, other, []
         self.found = namespaces(self.owners)
-        self.run(None)  # what is looked up once in a process is looked up
+        self.run(None)  # what is looked up or imported once in a process is there
 
     def run(self, place):
         """Live, and collect at a place; at None, nowhere. ``places`` are the calls: whether bindings make them."""
@@ -79,8 +85,7 @@ class Life:
 
         def called(frame, event, argument):
             if event == "call":
-                by = (frame, frame.f_back)
-                self.places.append(any(each.f_code.co_filename == binding.__file__ for each in by))
+                self.places.append(by_bindings(frame))
                 if len(self.places) - 1 == place:
                     gc.collect()
 
@@ -99,8 +104,8 @@ class Life:
 
 def lived(family, other, chosen):
     """Live once for each chosen place."""
+    life = Life(family, other)
     with collected_by_hand():
-        life = Life(family, other)
         life.run(None)
         places = life.places
         for place in chosen(places):
@@ -132,13 +137,13 @@ def test_a_forgotten_model_is_collected_at_every_call(family, other):
 
 
 def in_four_threads(models):
-    """Patch models in four threads; each computes and is then forgotten or reverted, and the collector runs at random.
+    """Patch models in four threads; each computes, and is then reverted or forgotten, also after a copy of it.
 
-    The order of the threads is the machine's. What each thread does is fixed by its seed.
+    The collector runs at random calls of Python's. What a thread does is fixed by its seed, and the order of the
+    threads is the machine's.
     """
-    families = ("llama", "mistral", "gpt_neo")
-    plain = {family: built(family) for family in families}
-    expected, found, owners = {}, [], []
+    families = [family for family in ("llama", "mistral", "gpt_neo", "qwen2", "falcon", "phi") if is_present(family)]
+    plain, expected, found, owners = {family: built(family) for family in families}, {}, [], []
     for family, model in plain.items():
         patch = fa2patch.apply(model)
         expected[family] = model(**BATCH).logits.detach()
@@ -148,25 +153,28 @@ def in_four_threads(models):
 
     def live(seed):
         chosen, kept = random.Random(seed), []
+
+        def called(frame, event, argument):
+            if event == "call" and chosen.random() < (0.03 if by_bindings(frame) else 0.0002):
+                gc.collect()
+
         for _ in range(models // 4):
             family = chosen.choice(families)
             model = copy.deepcopy(plain[family])
+            sys.setprofile(called)
             patch = fa2patch.apply(model)
             logits = model(**BATCH).logits.detach()
+            sys.setprofile(None)
             found.append(
-                torch.equal(logits, expected[family]) and all(layer.state == "applied" for layer in patch.layers)
+                torch.equal(logits, expected[family]) and all(each.state == "applied" for each in patch.layers)
             )
-            end = chosen.choice(("forget", "revert", "keep", "copy"))
-            if end == "forget":
-                forget(model)
-            elif end == "revert":
+            end = chosen.choice(("forget", "forget a copy", "revert", "keep"))
+            if end == "revert":
                 patch.revert()
-            elif end == "copy":
-                forget(copy.deepcopy(model))
-            kept = [*kept, model][-4:] if end == "keep" else kept
+            elif end != "keep":
+                forget(copy.deepcopy(model) if end == "forget a copy" else model)
+            kept[:] = [model] if end == "keep" else []
             del model, patch
-            if chosen.random() < 0.3:
-                gc.collect()
 
     with collected_by_hand():
         in_threads(*(functools.partial(live, seed) for seed in range(4)), times=1)
@@ -175,7 +183,7 @@ def in_four_threads(models):
 
 
 def test_models_live_in_four_threads():
-    in_four_threads(40)
+    in_four_threads(80)
 
 
 @pytest.mark.slow

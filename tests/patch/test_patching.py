@@ -24,7 +24,7 @@ from compat_matrix.check.rows import alone, documents, pack
 from fa2patch import errors, kernels
 from fa2patch.binding import users
 from fa2patch.documents import names
-from fa2patch.upstream import packed_mask
+from fa2patch.upstream import hooks, packed_mask
 
 LENGTHS = (5, 9, 1, 3)
 
@@ -102,6 +102,23 @@ def test_signatures_stay_as_they_were(model):
     before = [inspect.signature(module.forward) for module in (model, model.model)]
     fa2patch.apply(model)
     assert [inspect.signature(module.forward) for module in (model, model.model)] == before
+
+
+def test_what_fails_in_the_middle_of_apply_leaves_no_trace(model, docs, monkeypatch):
+    add, before = hooks.add, users()
+    found = [dict(vars(owner)) for owner in (model, model.model, type(model), type(model.model))]
+
+    def interrupted(module):
+        add(module)
+        if module is model.model:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(hooks, "add", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        fa2patch.apply(model)
+    assert found == [dict(vars(owner)) for owner in (model, model.model, type(model), type(model.model))]
+    assert fa2patch.status(model) is None and users() == before
+    assert not model._forward_pre_hooks and not model.model._forward_pre_hooks
 
 
 def test_a_deep_copy_is_patched_and_independent(model, docs, expected):

@@ -163,7 +163,7 @@ def _weights(query: torch.Tensor, key: torch.Tensor, options: Options, last: tor
     """
     assert options.scale is not None, "a kernel's call has settled it, before it pads head dimensions"
     precision = torch.promote_types(query.dtype, torch.float32)
-    logits = query.to(precision) @ key.to(precision).transpose(-1, -2) * options.scale
+    logits: torch.Tensor = query.to(precision) @ key.to(precision).transpose(-1, -2) * options.scale
     if options.softcap is not None:
         logits = options.softcap * torch.tanh(logits / options.softcap)
     distance = _distances(query.shape[2], key.shape[2], query.device)

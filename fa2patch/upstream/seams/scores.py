@@ -58,8 +58,8 @@ class FormulaMask(PackedMask):
     def attended(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
         """Compute packed attention for ``[batch, heads, length, dim]``; the output is a view in that layout."""
         said = Options(causal=self.causal, **options)
-        states = (x.transpose(1, 2) for x in (q, k, v))
-        return self.attend(self.layer, *states, said, casts=self.casts).transpose(1, 2)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        return self.attend(self.layer, q, k, v, said, casts=self.casts).transpose(1, 2)
 
     def size(self, dim: int | None = None) -> tuple[int, ...] | int:
         """The size of a 4-D mask, with which eager code compares it (up to 4.39)."""

@@ -314,15 +314,15 @@ class _ConstantDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _apart(found: list[torch.Tensor], expected: list[torch.Tensor]) -> torch.Tensor:
-    """How far the outputs of each token are apart, relative to those of all; infinite where one is not finite."""
-    far = []
+    """How far the outputs of each token are apart, relative to those of all; infinite where only one is finite."""
+    far = [torch.zeros(1)]
     for one, other in zip(found, expected):
         if one.shape == other.shape:
-            one, other = one.double(), other.double()
-            far.append((one - other).square().mean(-1).sqrt() / other.square().mean().sqrt().clamp(min=1e-30))
-    return (
-        torch.stack([each.detach().cpu() for each in far]).amax(0).nan_to_num(float("inf")) if far else torch.zeros(1)
-    )
+            same = (one == other) | (one.isnan() & other.isnan())
+            size = torch.where(other.isfinite(), other.float(), 0.0).square().mean().sqrt().clamp(min=1e-30)
+            off = torch.where(same, 0.0, one.float() - other.float()).square().mean(-1).sqrt() / size
+            far.append(off.flatten().nan_to_num(float("inf")).detach().cpu())
+    return torch.stack(torch.broadcast_tensors(*far)).amax(0)
 
 
 def _pooled_segments(tree: Tree, mask: PackedMask) -> torch.Tensor:

@@ -24,9 +24,9 @@ def is_present(family):
 
 
 def build(family, implementation="eager", **changes):
-    """Build a tiny model of the family, with weights scaled up, in float32 and eval mode."""
+    """Build a tiny model of the family, with weights scaled up, in float64 and eval mode."""
     if family not in _NAMES:
-        return tiny_models.build(family, implementation, **changes)
+        return tiny_models.build(family, implementation, dtype=torch.float64, **changes)
     cls = getattr(importlib.import_module("transformers"), _NAMES[family])
     text_class = type(cls.config_class().text_config)
     known = tiny_models.parameters(text_class)
@@ -41,7 +41,7 @@ def build(family, implementation="eager", **changes):
     config = tiny_configs.made(cls.config_class, {"text_config": text, "vision_config": vision, **tokens})
     model = tiny_models._load(cls, config, implementation).float()
     tiny_models.scale_up(model)
-    return model.eval()
+    return model.double().eval()
 
 
 def document(model, *parts, seed=0):

@@ -35,11 +35,12 @@ def test_modernbert_computes_the_tokens_of_its_texts_again():
         initializer_range=0.3, pad_token_id=0, cls_token_id=1, sep_token_id=2, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
     config._attn_implementation = "sdpa"
-    model = transformers.ModernBertModel(config).eval()
+    model = transformers.ModernBertModel(config).double().eval()
     real = torch.arange(64) < torch.tensor(LENGTHS)[:, None]
     batch = {"input_ids": torch.randint(3, 300, (8, 64)) * real, "attention_mask": real.long()}
     expected, padded = embedded(model, batch)
     fa2patch.apply(model, padded_batches=True, prove=False)  # a proof would compute more tokens
     found, packed = embedded(model, batch)
     assert (padded, packed) == ({512}, {199})
+    assert found.dtype == torch.float64
     torch.testing.assert_close(found, expected, rtol=0, atol=5e-7)

@@ -132,12 +132,12 @@ def test_no_gradient_crosses_a_boundary(special, source):
 @of_each_special
 @pytest.mark.parametrize("lengths", [LENGTHS, (5,) * 7], ids=["mixed", "equal"])
 def test_a_packed_document_equals_itself_alone(special, lengths):
-    q, k, v = states(lengths, dtype=torch.float32)
+    q, k, v = states(lengths)
     packed = Reference()(q, k, v, documents(lengths), Options(**special)).split(lengths)
     for output, *document in zip(packed, *(tensor.split(lengths) for tensor in (q, k, v))):
         alone = Reference()(*document, documents((len(output),)), Options(**special))
         if lengths == LENGTHS:  # a matrix that has more rows is multiplied in another order
-            torch.testing.assert_close(output, alone, rtol=1e-6, atol=1e-6)
+            torch.testing.assert_close(output, alone, rtol=1e-12, atol=1e-12)
         else:
             assert torch.equal(output, alone)
 

@@ -261,6 +261,17 @@ def test_pictures_whose_positions_cannot_be_counted_are_refused(family, change):
         model(**given)
 
 
+@pytest.mark.parametrize(
+    "collator", [fa2patch.DataCollatorWithFlattening(), fa2patch.DataCollatorForCompletionOnlyLM([1])]
+)
+def test_a_collator_for_text_that_is_given_pictures_names_the_other(collator):
+    example = {"input_ids": [1, 2, 3], "image_grid_thw": torch.tensor([[1, 4, 4]]), "pixel_values": torch.zeros(16, 8)}
+    with pytest.raises(CollatorError, match="DataCollatorForMultimodalFlattening"):
+        collator([example])
+    with pytest.raises(CollatorError, match="DataCollatorForMultimodalFlattening"):
+        collator([{**example, "image_grid_thw": [[1, 4, 4]], "pixel_values": [[0.0] * 8] * 16}] * 2)
+
+
 def test_the_lengths_of_documents_do_not_reach_the_tower(family):
     model = cases.build(family)
     row, _ = packed(model, documents(model))

@@ -15,7 +15,7 @@ from fa2patch import DataCollatorForMultimodalFlattening
 from fa2patch.documents.find import recognise
 from fa2patch.documents.stated import from_cu_seqlens
 from fa2patch.errors import BadPositionIds, BoundaryConflict, CollatorError, PackingNotIsolated
-from fa2patch.upstream.positions import takes_text_axis
+from fa2patch.upstream.axes import takes_text_axis
 
 LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 PRESENT = [family for family in cases.FAMILIES if cases.is_present(family)]

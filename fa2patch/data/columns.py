@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from ..documents.find import boundaries
-from ..documents.names import LENGTHS, REAL
+from ..documents.names import LENGTHS, MEDIA, REAL
 from ..errors import CollatorError
 
 Array = npt.NDArray[Any]
@@ -224,6 +224,7 @@ def _checked(index: int, found: Mapping[str, Any], lengths: Mapping[str, list[in
     if "input_ids" not in found:
         raise CollatorError(f"example {index}: input_ids missing, found {', '.join(map(str, found)) or 'no keys'}.")
     refuse_keys(index, found, (*LENGTHS, REAL))
+    _refuse_media(index, found)
     arrays = {
         key: as_array(index, key, value, key in IDS, copy=lengths is None)
         for key, value in found.items()
@@ -331,6 +332,19 @@ def refuse_keys(index: int, example: Mapping[str, Any], keys: Sequence[str]) -> 
     for key in keys:
         if key in example:
             raise CollatorError(f"example {index}: {key} is made by the collator. Remove it from the examples.")
+
+
+def _refuse_media(index: int, example: Mapping[str, Any]) -> None:
+    """Raise :class:`CollatorError` for pictures or sound that are not one number per token."""
+    for key in (key for key in example if key in MEDIA):
+        value = example[key]
+        numbers = isinstance(value, (list, tuple)) and all(isinstance(each, (int, float)) for each in value)
+        dimensions = getattr(value, "ndim", 1 if numbers else 2)
+        if dimensions != 1 or len(value) != np.size(example["input_ids"]):
+            raise CollatorError(
+                f"example {index}: {key} belongs to pictures, films or sound, and this collator joins columns with one "
+                "number per token. Use fa2patch.DataCollatorForMultimodalFlattening(model)."
+            )
 
 
 # --- one column ------------------------------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ from ..documents.names import FILM, GRIDS, PICTURE, PLACEHOLDERS, SOUND
 from ..errors import CollatorError
 from ..upstream import axes, inspecting
 from ..upstream.find_models import models, outermost_models
-from ..upstream.positions import takes_text_axis
 from .columns import Array
 from .processor_outputs import Example, Media, entries
 
@@ -257,7 +256,7 @@ class RopeIndex:
         counting = next((inner for inner in path if hasattr(inner, "get_rope_index")), None)
         self.several_axes = counting is not None
         self._counting = _without_weights(path[0] if counting is None else counting)
-        self.text_axis = takes_text_axis(path[-1])
+        self.text_axis = axes.takes_text_axis(path[-1])
         self.takes_types = any(inspecting.takes(inner.forward, TYPES) for inner in path)
 
     def positions(self, index: int, example: Example) -> torch.Tensor:

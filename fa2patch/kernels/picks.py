@@ -65,7 +65,8 @@ def packed_attention(
     if not rows == k.shape[:2] == v.shape[:2]:
         raise PackingNotIsolated(
             f"packed attention needs queries and keys of the same tokens; found {list(q.shape[:2])} queries and "
-            f"{list(k.shape[:2])} keys [batch, length]. Pass no key/value cache with a packed batch."
+            f"{list(k.shape[:2])} keys [batch, length]. If the call has a key/value cache, leave it out. If the layer "
+            "makes keys of other tokens itself (compressed ones, an encoder's), train this model padded."
         )
     if q.shape[2] % key_heads or key_heads != v.shape[2]:
         raise PackingNotIsolated(

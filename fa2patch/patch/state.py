@@ -18,7 +18,7 @@ from ..upstream.architectures import Architecture
 from ..upstream.calls import refuse_recording
 from ..upstream.find_layers import Layer, ModelLayers
 from ..upstream.find_models import models, named_modules, walked_once
-from ..upstream.forward import entered
+from ..upstream.forward import SAY_AFTER, entered
 from ..upstream.step import MARK, ROLE, Budgeted, Tally, Trait
 from . import examining
 from .model_plan import ModelPlan, plan_model
@@ -63,6 +63,8 @@ class Patch:
         after: those that do something after it.
         examination: the state of the examination on packed batches.
         unpacked: the number of training batches without document information; None stops the count.
+        stated: whether a packed batch has come with lengths.
+        may_be_overwritten: how many more training rows whose ids count on are looked at for signs of documents.
         padded_batches: the argument of ``apply``; None if it was not given.
         budget: how many tokens are computed at once; None for no limit.
         vouched: whether the last packed batch reached every layer in ``attention``.
@@ -87,6 +89,7 @@ class Patch:
         self.rehooked: list[tuple[Any, str, Any]] = []
         self.unpacked: int | None = 0
         self.tally = Tally()
+        self.stated, self.may_be_overwritten = False, SAY_AFTER
         self.padded_batches: bool | None = None
         self.budget: Budgeted | None = None
         self._take(planned)

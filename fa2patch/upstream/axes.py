@@ -20,7 +20,6 @@ from ..errors import PackingNotIsolated
 from . import inspecting
 from .calls import has_pictures
 from .find_models import models
-from .positions import takes_text_axis
 
 COUNTS = "get_rope_index"
 FAILURES = (IndexError, RuntimeError, StopIteration, TypeError, ValueError)
@@ -31,6 +30,15 @@ HEARD, _FROM_FILM = "feature_attention_mask", "use_audio_in_video"
 
 _SPELLED = {"video_second_per_grid": "second_per_grids"}
 """Arguments that ``get_rope_index`` takes under another name than the forward."""
+
+
+def takes_text_axis(decoder: Model) -> bool:
+    """Whether a decoder takes position ids ``[4, batch, length]`` with the text axis first. Most do from 4.54 on.
+
+    The forward of such a decoder compares the number of axes with 4. There is no other sign: the other decoders use
+    the first three of four axes and raise no error.
+    """
+    return inspecting.has_constant(type(decoder).forward, 4)
 
 
 def rope_index(model: Model, tokens: torch.Tensor, mask: torch.Tensor, given: Call) -> torch.Tensor:

@@ -98,6 +98,12 @@ def _unsaid(model: ModelLayers) -> str:
     for layer in model.attention:
         says = hasattr(layer.module, "is_causal") or hasattr(layer.module, "is_decoder")
         if layer.by_itself and not says:
+            alibi = next((name for name in _names_in(model.decoder) if "alibi" in name), "")
+            if alibi:  # BLOOM, MPT
+                return (
+                    f"{type(model.decoder).__name__} adds alibi ({alibi}) to its attention scores, a bias for the "
+                    f"distance of two tokens, and {type(layer.module).__name__} hands it to no kernel"
+                )
             name = next(filter(_LATER.search, _names_in(model.decoder)), "")
             if name:
                 return (

@@ -21,11 +21,11 @@ import torch
 from .._torch import compiling, is_no_verdict
 from .._types import Args, Call, Function, Model
 from ..documents import stated
-from ..documents.names import LABELS, LENGTHS, PARENTS, REAL
+from ..documents.names import IGNORED_LABEL, LABELS, LENGTHS, PARENTS, REAL
 from ..documents.tensors import described
 from ..errors import BadBatch, NothingPacked, PackingNotIsolated
 from . import attached, caches, foreign, heads, inspecting, labels, positions
-from .calls import Calls, has_pictures, is_for_queries, passed
+from .calls import Calls, batch_shape, has_pictures, is_for_queries, passed
 from .find_documents import packed_mask_of
 from .find_layers import Layer
 from .find_models import models
@@ -197,6 +197,8 @@ def find_mask(step: Step, piece: attached.Piece | None, unprepared_by: Any = Non
         if around and not caches.held(call):
             stated.refuse_unread(call, step.calls.names, shape, training)
         return None
+    for name in () if patch.stated else LENGTHS:
+        patch.stated = patch.stated or call.get(name) is not None
     if real is not None:
         given = call.get(MASK)  # zeros and ones, as packed_mask_of leaves it
         found.real = real = real if given is None else given * real.to(given)
@@ -346,17 +348,50 @@ def _runs_eagerly(model: Model) -> bool:
 def _count_unpacked(step: Step) -> None:
     """Count training batches without document information and warn once, because joined rows look the same."""
     patch = step.patch
-    if patch.unpacked is None or not _says_nothing(step):
+    if not (step.module.training and torch.is_grad_enabled()):
         return
-    patch.unpacked += 1
-    if patch.unpacked == SAY_AFTER:
-        warn_unpacked(patch, f"{SAY_AFTER} training batches have come and none said")
+    if not _says_nothing(step):
+        _notice_overwritten(step)
+    elif patch.unpacked is not None:
+        patch.unpacked += 1
+        if patch.unpacked == SAY_AFTER:
+            warn_unpacked(patch, f"{SAY_AFTER} training batches have come and none said")
 
 
 def _says_nothing(step: Step) -> bool:
     """Whether this is a training batch without document information."""
     training = step.module.training and torch.is_grad_enabled()
     return training and not passed(step.call, ("position_ids", *LENGTHS))
+
+
+def _notice_overwritten(step: Step) -> None:
+    """Warn once of a row whose ids count on, and that may be a packed one: somebody wrote an arange over its ids.
+
+    Its labels start several times, or earlier batches came with lengths. Labels are read in a few rows only.
+    """
+    patch, call, labels = step.patch, step.call, [*passed(step.call, LABELS).values()]
+    if not patch.may_be_overwritten or patch.facts.padded or passed(call, LENGTHS) or caches.held(call):
+        return
+    if batch_shape(call)[0][0] > 1:
+        return
+    if patch.stated:
+        _warn_overwritten(patch, "earlier batches came with their documents' lengths and this one has none")
+    elif patch.unpacked is not None and labels and labels[0].shape[:1] == (1,) and labels[0].dim() == 2:
+        patch.may_be_overwritten -= 1
+        learned = labels[0][0] != IGNORED_LABEL
+        if bool(learned[:1].sum() + (learned[1:] & ~learned[:-1]).sum() > 1):
+            _warn_overwritten(patch, "its labels start several times, as those of several documents do")
+
+
+def _warn_overwritten(patch: Patched, seen: str) -> None:
+    patch.may_be_overwritten = 0
+    warnings.warn(
+        f"the position_ids of a training row count on from its first token to its last, and {seen}. If documents were "
+        "joined in this row and something has written an arange over their ids, they attend to each other. Pass "
+        "position_ids that restart in each document, or cu_seq_lens_q; if the row is one document, nothing is wrong.",
+        NothingPacked,
+        stacklevel=2,
+    )
 
 
 def warn_unpacked(patch: Patched, seen: str) -> None:

@@ -202,15 +202,6 @@ def rotated_by_document(original: Function) -> Function:
     return forward
 
 
-def takes_text_axis(decoder: Model) -> bool:
-    """Whether a decoder takes position ids ``[4, batch, length]`` with the text axis first. Most do from 4.54 on.
-
-    The forward of such a decoder compares the number of axes with 4. There is no other sign: the other decoders use
-    the first three of four axes and raise no error.
-    """
-    return inspecting.has_constant(type(decoder).forward, 4)
-
-
 def without_text_axis(model: Model, forward: Function, position_ids: Any) -> Any:
     """Position ids without the text axis, if they have four axes ``[4, batch, length]`` and the decoder takes three."""
     if not isinstance(position_ids, torch.Tensor) or position_ids.dim() != 3 or len(position_ids) != 4:

@@ -108,6 +108,8 @@ class Patched(Protocol):
     before: tuple[tuple[Trait, Any], ...]
     after: tuple[tuple[Trait, Any], ...]
     unpacked: int | None
+    stated: bool
+    may_be_overwritten: int
     vouched: bool
     skips: bool
     tally: Tally

@@ -15,7 +15,7 @@ from fa2patch import DataCollatorForMultimodalFlattening
 from fa2patch.documents.find import recognise
 from fa2patch.documents.stated import from_cu_seqlens
 from fa2patch.errors import BadPositionIds, BoundaryConflict, CollatorError, PackingNotIsolated
-from fa2patch.upstream.positions import takes_text_axis
+from fa2patch.upstream.axes import takes_text_axis
 
 LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 PRESENT = [family for family in cases.FAMILIES if cases.is_present(family)]
@@ -259,6 +259,17 @@ def test_pictures_whose_positions_cannot_be_counted_are_refused(family, change):
         given.pop("mm_token_type_ids")
     with torch.no_grad(), fa2patch.apply(model), pytest.raises(PackingNotIsolated, match=match):
         model(**given)
+
+
+@pytest.mark.parametrize(
+    "collator", [fa2patch.DataCollatorWithFlattening(), fa2patch.DataCollatorForCompletionOnlyLM([1])]
+)
+def test_a_collator_for_text_that_is_given_pictures_names_the_other(collator):
+    example = {"input_ids": [1, 2, 3], "image_grid_thw": torch.tensor([[1, 4, 4]]), "pixel_values": torch.zeros(16, 8)}
+    with pytest.raises(CollatorError, match="DataCollatorForMultimodalFlattening"):
+        collator([example])
+    with pytest.raises(CollatorError, match="DataCollatorForMultimodalFlattening"):
+        collator([{**example, "image_grid_thw": [[1, 4, 4]], "pixel_values": [[0.0] * 8] * 16}] * 2)
 
 
 def test_the_lengths_of_documents_do_not_reach_the_tower(family):

@@ -355,7 +355,7 @@ def test_queries_and_keys_of_different_tokens_are_refused(tokens_q, tokens_k, to
         packed_attention(q, k, v, documents((6,)), Options())
     message = str(error.value)
     assert f"found {list(tokens_q)} queries and {list(tokens_k)} keys [batch, length]" in message
-    assert "Pass no key/value cache with a packed batch." in message
+    assert "If the call has a key/value cache, leave it out." in message and "makes keys of other tokens" in message
     assert isinstance(error.value, Fa2PatchError)
 
 

@@ -1,5 +1,7 @@
 """Batches that resemble packed ones but are not: 4-D masks, filler ids at masked positions, padding."""
 
+import warnings
+
 import pytest
 import torch
 from small_models import (
@@ -18,6 +20,7 @@ from small_models import (
 import fa2patch
 from compat_matrix.check.compare import assert_close
 from compat_matrix.check.rows import documents
+from fa2patch import errors
 from fa2patch.upstream import calls
 
 # A 4-D mask
@@ -152,3 +155,63 @@ def test_two_tokens_may_be_two_documents_and_one_token_is_none(monkeypatch):
     ):
         with pytest.raises(fa2patch.errors.PackingNotIsolated, match="captured"):
             model(**batch)
+
+
+# Ids that something has written over
+
+
+def overwritten(docs=DOCS, **more):
+    """A packed row whose ids have become an arange."""
+    row = torch.cat(docs)[None]
+    labels = row.clone()
+    labels[0, torch.tensor([0, *map(len, docs[:-1])]).cumsum(0)] = -100
+    return {"input_ids": row, "position_ids": torch.arange(row.shape[1])[None], "labels": labels, **more}
+
+
+def said_of(model, *batches):
+    """What is warned of while a model is called with batches."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for batch in batches:
+            model(**batch)
+    return [str(each.message) for each in caught if issubclass(each.category, errors.NothingPacked)]
+
+
+def test_an_arange_over_a_row_whose_labels_start_several_times_is_warned_of_once():
+    found = said_of(patched().train(), *[overwritten()] * 3)
+    assert len(found) == 1 and "its labels start several times" in found[0] and "cu_seq_lens_q" in found[0]
+
+
+@pytest.mark.parametrize("labels", [True, False], ids=["labels", "no labels"])
+def test_an_arange_after_batches_with_lengths_is_warned_of_once(labels):
+    batch = overwritten()
+    if not labels:
+        del batch["labels"]
+    found = said_of(patched().train(), told(DOCS, "all lengths"), batch, batch)
+    assert len(found) == 1 and "earlier batches came with their documents' lengths" in found[0]
+
+
+QUIET = {
+    "one document": overwritten(labels=torch.cat(DOCS)[None]),
+    "one document behind a prompt": overwritten(labels=torch.where(torch.arange(18) < 7, -100, torch.cat(DOCS))[None]),
+    "no labels": {name: value for name, value in overwritten().items() if name != "labels"},
+    "documents": told(DOCS, labels=overwritten()["labels"]),
+    "a padded batch": {
+        "input_ids": torch.ones(2, 6, dtype=torch.long),
+        "attention_mask": torch.tensor([[1] * 6, [1] * 4 + [0] * 2]),
+        "position_ids": torch.arange(6)[None],
+        "labels": torch.tensor([[-100, 1, -100, 1, 1, 1], [1, 1, -100, 1, -100, -100]]),
+    },
+}
+
+
+@pytest.mark.parametrize("batch", QUIET.values(), ids=QUIET)
+def test_of_other_rows_nothing_is_said(batch):
+    assert not said_of(patched().train(), *[batch] * 3)
+    assert not said_of(patched(), *[overwritten()] * 3), "outside training"
+
+
+def test_labels_are_looked_at_in_a_few_rows_only():
+    model = patched().train()
+    one, several = overwritten(labels=torch.cat(DOCS)[None]), overwritten()
+    assert not said_of(model, *[one] * 16, several)

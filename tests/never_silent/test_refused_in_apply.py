@@ -168,6 +168,11 @@ def test_pictures_of_an_encoder_that_computes_documents_apart_are_refused():
         stack(**row, bbox=boxes, pixel_values=picture)
 
 
+@pytest.mark.parametrize("name", named("BloomForCausalLM", "MptForCausalLM"))
+def test_alibi_that_is_handed_to_no_kernel_is_named(name):
+    refused(tiny(name), "adds alibi (build_", error=errors.LayerNotPatchable)
+
+
 @pytest.mark.skipif(not named("LukeModel"), reason="no LUKE")
 @pytest.mark.parametrize("entities", [2, 19])
 def test_entities_of_their_own_beside_a_packed_row_are_refused(entities):

@@ -49,6 +49,29 @@ def test_an_unchanged_grpo_script_logs_the_same_numbers_with_fewer_tokens_in_its
     assert "LlamaForCausalLM computed " in last and last.endswith("padded batches.")
 
 
+SCRIPTS_OF_TRL = [
+    *[("trl-0.19.1", name) for name in ("sft", "dpo", "kto", "grpo")],
+    *[("trl-1.16.0", name) for name in ("sft", "dpo", "kto", "reward", "grpo", "rloo")],
+]
+
+
+@pytest.mark.parametrize(("stack", "name"), SCRIPTS_OF_TRL)
+def test_trls_own_scripts_log_the_same_numbers_with_fewer_tokens(stack: str, name: str) -> None:
+    expected, _ = script(stack, "trls_own.py", name)
+    assert len({entry["loss"] for entry in expected["logs"]}) == len(expected["logs"]) == 4
+    found, said = script(stack, "trls_own.py", name, options=())
+    assert_same_logs(found["logs"], expected["logs"])
+    assert found["tokens"] < expected["tokens"]
+    assert "Trainer computes padded batches packed" in said[-2]
+    assert " computed " in said[-1] and said[-1].endswith("padded batches.")
+
+
+def test_rows_that_trls_own_script_packs_are_said() -> None:
+    found, said = script("trl-1.16.0", "trls_own.py", "packed", options=())
+    assert len(found["logs"]) == 4
+    assert said[-1] == "fa2patch: LlamaForCausalLM computed packed rows, each document by itself."
+
+
 def test_no_pack_leaves_the_batches_of_an_unchanged_grpo_script_padded() -> None:
     expected, _ = script("trl-1.16.0", "grpo.py")
     found, said = script("trl-1.16.0", "grpo.py", options=("--no-pack",))

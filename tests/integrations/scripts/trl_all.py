@@ -2,8 +2,8 @@
 
 Each trainer is run as it is (``plain``), with models that are patched (``apply``), with models that compute padded
 batches packed (``padded_batches``), and as a ``packed_trainer``. Prints a JSON object: for each trainer and way, how
-far its losses are from those of the plain run, how many padded calls of models were computed packed and how many not,
-and why; or why the trainer was not run.
+far its losses (``off``) and its steps (``moved``) are from those of the plain run, how many padded calls of models were
+computed packed and how many not, and why; or why the trainer was not run.
 """
 
 from __future__ import annotations
@@ -42,6 +42,10 @@ TEMPLATE = (
     "{% if add_generation_prompt %} {% endif %}"
 )
 Rows = list[dict[str, Any]]
+TRAINED: dict[str, Any] = {}
+"""The model of the last trainer that was run in a way."""
+BEFORE: list[torch.Tensor] = []
+"""The weights of the last trainer's model before the first step."""
 
 
 def rows_of(kind: str) -> datasets.Dataset:
@@ -61,6 +65,7 @@ def rows_of(kind: str) -> datasets.Dataset:
             "first turns": {"prompt": turns[:1]},
             "with context": {"prompt": turns[:1], "privileged_context": rejected},
             "answered": {"prompt": prompt, "answer": rejected},
+            "ids": {"input_ids": words()(prompt)["input_ids"]},
         }[kind])  # fmt: skip
     return datasets.Dataset.from_list(rows)
 
@@ -77,7 +82,8 @@ class Judge:
         return [int(len(first) < len(second)) for first, second in completions]
 
 
-GROUPS = {"num_generations": 4, "max_completion_length": 8, "beta": 0.04}
+GROUPS = {"num_generations": 4, "max_completion_length": 8, "beta": 0.04, "per_device_train_batch_size": 8}
+SHORT = {"max_length": 64, "max_prompt_length": 32}
 STUDENT = {"lmbda": 0.0, "max_length": 64, "max_new_tokens": 8, "max_completion_length": 8}
 
 
@@ -95,7 +101,8 @@ def with_rewards(make: Callable[..., Any]) -> dict[str, Any]:
 
 def with_a_judge(make: Callable[..., Any]) -> dict[str, Any]:
     scores = make(2, transformers.LlamaForSequenceClassification, num_labels=1)
-    return {"ref_model": make(1), "reward_funcs": scores, "reward_model": scores, "reward_processing_classes": words()}
+    read = dict.fromkeys(("reward_processing_class", "reward_processing_classes"), words())
+    return {"ref_model": make(1), "reward_funcs": scores, "reward_model": scores, **read}
 
 
 def with_values(make: Callable[..., Any]) -> dict[str, Any]:
@@ -110,13 +117,13 @@ def nothing(make: Callable[..., Any]) -> dict[str, Any]:
 RECIPES: dict[str, tuple[str, Callable[..., dict[str, Any]], dict[str, Any]]] = {
     "SFT": ("texts", nothing, {"max_length": 64}),
     "DPO": ("pairs", with_reference, {}),
-    "CPO": ("pairs", nothing, {"max_length": 64}),
-    "ORPO": ("pairs", nothing, {"max_length": 64}),
+    "CPO": ("pairs", nothing, SHORT),
+    "ORPO": ("pairs", nothing, SHORT),
     "TPO": ("triples", nothing, {}),
     "KTO": ("judged", with_reference, {}),
-    "BCO": ("judged", with_reference, {"max_length": 64}),
+    "BCO": ("judged", with_reference, SHORT),
     "Reward": ("pairs", nothing, {"max_length": 64}),
-    "PRM": ("steps", nothing, {"max_length": 64}),
+    "PRM": ("steps", nothing, SHORT),
     "GRPO": ("prompts", with_rewards, GROUPS),
     "GFPO": ("prompts", with_rewards, GROUPS),
     "GMPO": ("prompts", with_rewards, GROUPS),
@@ -132,7 +139,7 @@ RECIPES: dict[str, tuple[str, Callable[..., dict[str, Any]], dict[str, Any]]] = 
     "OnlineDPO": ("prompts", with_a_judge, {"max_new_tokens": 8}),
     "NashMD": ("prompts", with_a_judge, {"max_new_tokens": 8}),
     "XPO": ("prompts", with_a_judge, {"max_new_tokens": 8}),
-    "PPO": ("prompts", with_values, {"response_length": 8, "total_episodes": 8, "num_ppo_epochs": 1}),
+    "PPO": ("ids", with_values, {"response_length": 8, "total_episodes": 8, "num_ppo_epochs": 1}),
 }
 HEADS = {
     "Reward": (transformers.LlamaForSequenceClassification, {"num_labels": 1}),
@@ -194,8 +201,8 @@ def config_of(cls: type, options: dict[str, Any]) -> Any:
 
 
 def make(cls: type, way: str, generated: list[Any]) -> Any:
-    name = cls.__name__.removesuffix("Trainer")
-    kind, given, options = RECIPES[name]
+    name, known = cls.__name__.removesuffix("Trainer"), inspect.signature(cls.__init__).parameters
+    kind, given, options = RECIPES["PPO" if "policy" in known else name]
 
     def made(seed: int, head: Any = transformers.LlamaForCausalLM, **settings: Any) -> Any:
         one = head.from_pretrained(folder_of(seed, head, *settings.items()))
@@ -204,33 +211,43 @@ def make(cls: type, way: str, generated: list[Any]) -> Any:
         return one
 
     head, settings = HEADS.get(name, (transformers.LlamaForCausalLM, {}))
-    known = inspect.signature(cls.__init__).parameters
     several = {parameter.name for one in cls.__mro__ for parameter in _parameters(one)} if "kwargs" in known else known
     more = {argument: value for argument, value in given(made).items() if argument in several}
     if "reward_model" in more and "reward_funcs" in more:
         del more["reward_model"]
     wanted = fa2patch.packed_trainer(cls) if way == "packed_trainer" else cls
+    reads = copy.copy(words())
+    reads.padding_side = "left" if kind in ("prompts", "answered", "ids") else "right"
+    more |= {"model": made(0, head, **settings), "args": config_of(cls, options), "processing_class": reads}
+    if "policy" in known:
+        more |= {"policy": more.pop("model"), "config": more.pop("args"), "ref_policy": made(1)}
+    if kind == "ids":
+        more["eval_dataset"] = rows_of(kind)
     transformers.set_seed(1)
-    return wanted(
-        model=made(0, head, **settings), args=config_of(cls, options), train_dataset=rows_of(kind),
-        processing_class=copy.copy(words()), **more,
-    )  # fmt: skip
+    trainer = wanted(train_dataset=rows_of(kind), **more)
+    TRAINED[way] = trainer.model
+    BEFORE[:] = [weights(trainer.model)]
+    return trainer
 
 
 def _parameters(cls: type) -> Any:
     return inspect.signature(vars(cls)["__init__"]).parameters.values() if "__init__" in vars(cls) else ()
 
 
-def compared(found: dict[str, Any], plain: dict[str, Any], said: list[str]) -> dict[str, Any]:
+def weights(model: Any) -> torch.Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+def compared(found: dict[str, Any], plain: dict[str, Any], said: list[str], moved: float) -> dict[str, Any]:
     losses, expected = found["losses"], plain["losses"]
-    size = max(map(abs, expected))
+    size = max(*map(abs, expected), 1e-2)  # a loss of advantages is 0 in the first step but for rounding
     padded = [call for call in found["calls"] if call[0] > call[1]]
     packed = [call for call in padded if call[-1] <= call[1]]
     return {
         "off": max(abs(one - other) for one, other in zip(losses, expected)) / size
         if len(losses) == len(expected)
         else -1.0,
-        "steps": len(expected),
+        "moved": moved,
         "packed": len(packed),
         "padded": len(padded) - len(packed),
         "why": said,
@@ -251,9 +268,11 @@ def judged(noting: Noting, cls: type) -> dict[str, Any]:
                     return {"not run": found[way]["error"]}
                 continue
         said = sorted({one.message.message for one in caught if isinstance(one.message, StaysPadded)})
+        after = weights(TRAINED[way])
         if way == "plain":
-            plain = run
-        found[way] = compared(run, plain, said)
+            plain, end = run, after
+        far = (after - end).norm() / (end - BEFORE[0]).norm().clamp(min=1e-9)
+        found[way] = compared(run, plain, said, float(far))
     return found
 
 

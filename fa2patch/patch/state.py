@@ -13,6 +13,7 @@ import torch.fx
 from .. import kernels
 from .._types import Function
 from ..binding import LOCK, bind, release, used_by, users, when_imported
+from ..proof import looking
 from ..upstream import embeddings, foreign, hooks
 from ..upstream.architectures import Architecture
 from ..upstream.calls import refuse_recording
@@ -62,6 +63,7 @@ class Patch:
         before: the traits that do something before a forward, in order, each with what it has found.
         after: those that do something after it.
         examination: the state of the examination on packed batches.
+        computes_packed: whether the last batch was a packed one.
         unpacked: the number of training batches without document information; None stops the count.
         padded_batches: the argument of ``apply``; None if it was not given.
         vouched: whether the last packed batch reached every layer in ``attention``.
@@ -84,6 +86,7 @@ class Patch:
         self.kernel = self.picks.name
         self.rehooked: list[tuple[Any, str, Any]] = []
         self.unpacked: int | None = 0
+        self.computes_packed = False
         self.padded_batches: bool | None = None
         self._take(planned)
         self.examination = examining.begun(self, prove, layers)
@@ -115,6 +118,7 @@ class Patch:
         return bool(self.facts.row_head) or any(trait.of_head for trait, _ in self.plan.traits)
 
     examine = examining.examine
+    hook_changes = examining.hook_changes
 
     def capture_unpacked(self) -> None:
         """See :func:`fa2patch.patch.examining.capture_unpacked`."""
@@ -213,6 +217,7 @@ class Patch:
             padding = of_model(models(self.model)[-1])
             if padding is not None and padding.base in own:
                 padding.remove()
+            looking.release(self.model, everywhere=not any(other.active for other in _patches() if other is not self))
             for module in own:
                 del module.__dict__[MARK], module.__dict__[ROLE]
                 hooks.remove(module)

@@ -269,6 +269,7 @@ def _dense(step: Step) -> Any:
             step.call["position_ids"] = attached.attach(step.call["position_ids"], attached.Piece(attached.MASK, None))
         return step.calls.make(step.module, step.args, step.call)
     before = thread.times
+    step.patch.computes_packed = False
     if not found_around(step):
         _count_unpacked(step)
     thread.inside.append((step.patch, step.call.get("position_ids"), step.call.get("attention_mask")))

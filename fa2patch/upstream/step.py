@@ -78,6 +78,7 @@ class Patched(Protocol):
     before: tuple[tuple[Trait, Any], ...]
     after: tuple[tuple[Trait, Any], ...]
     unpacked: int | None
+    computes_packed: bool
     vouched: bool
     skips: bool
 

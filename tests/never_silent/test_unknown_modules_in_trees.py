@@ -11,7 +11,7 @@ from unknown_modules import MIXING, Around, harmless, wrapped_mlp
 import fa2patch
 from fa2patch.documents.trees import Tree
 from fa2patch.patch import examining
-from fa2patch.proof.inputs import parities
+from fa2patch.proof.inputs import exchanges
 
 SIBLINGS = [(5, -1), (4, 0), (3, 0), (1, 0)]
 CHAINS = [(5, -1), (4, 0), (3, -1), (2, 2)]
@@ -156,14 +156,14 @@ def test_the_example_of_a_tree_shows_a_leak_between_siblings():
 
 
 def test_documents_are_exchanged_by_parity_and_empty_ones_do_not_count():
-    found = list(parities(Tree((2, 0, 3, 1), (-1,) * 4, CPU)))
+    found = list(exchanges(Tree((2, 0, 3, 1), (-1,) * 4, CPU)))
     assert [(one, three, four) for one, _, three, four in found] == [(True, False, True), (False, True, False)]
 
 
 def test_a_prompt_is_exchanged_with_its_branches_and_branches_by_parity():
-    found = list(parities(Tree((2, 1, 1, 1), (-1, 0, 0, 0), CPU)))
+    found = list(exchanges(Tree((2, 1, 1, 1), (-1, 0, 0, 0), CPU)))
     assert found == [[False, True, False, True], [False, False, True, False]]
-    found = list(parities(Tree((2, 1, 3), (-1, 0, -1), CPU)))
+    found = list(exchanges(Tree((2, 1, 3), (-1, 0, -1), CPU)))
     assert found == [[True, True, False], [False, False, True], [False, True, False]]
 
 
@@ -172,7 +172,7 @@ def test_neighbours_are_kept_apart_and_descendants_go_along(seed):
     drawn = random.Random(seed)
     parents = [-1] + [drawn.randrange(-1, at) for at in range(1, drawn.randint(2, 20))]
     tree = Tree([drawn.randint(1, 3) for _ in parents], parents, CPU)
-    sets = list(parities(tree))
+    sets = list(exchanges(tree))
     for chosen in sets:
         assert any(chosen) and not all(chosen)
         assert all(chosen[at] for at, parent in enumerate(parents) if parent >= 0 and chosen[parent])

@@ -226,8 +226,6 @@ def _prove(patch: Examined, due: set[tuple[str, int]], module: Model, call: Call
         with patch.examination.paused(itself or is_sharded(patch.model)):
             try:
                 proving.prove(module, call, mask, itself, hooks)
-            except (Fa2PatchError, proving.Unseen):
-                raise
             except Exception as error:
                 if hooks or not held or is_no_verdict(error):
                     raise

@@ -112,8 +112,11 @@ class State:
             yield from value
         elif callable(value):
             yield from self._of_callable(value)
-        if type(value).__module__ in self._homes and hasattr(value, "__dict__"):
+        if not isinstance(value, torch.nn.Module) and self._is_own(value):
             yield from (vars(value), type(value))
+
+    def _is_own(self, value: Any) -> bool:
+        return type(value).__module__ in self._homes and hasattr(value, "__dict__")
 
     def _of_module(self, module: torch.nn.Module) -> Iterator[Any]:
         yield from self._hold(module).values()

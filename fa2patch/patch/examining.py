@@ -222,25 +222,20 @@ def _prove(patch: Examined, due: set[tuple[str, int]], module: Model, call: Call
     held = looking.watched(patch.model)
     calls = any(hook.changes for hook in held)  # it may change something by what another one keeps
 
-    def proven(itself: bool, hooks: bool) -> None:
-        with patch.examination.paused(itself or is_sharded(patch.model)):
-            try:
-                proving.prove(module, call, mask, itself, hooks)
-            except Exception as error:
-                if hooks or not held or is_no_verdict(error):
-                    raise
-                proving.prove(module, call, mask, itself, hooks=True)  # it reads what a hook keeps
-
     try:
         try:
-            proven(False, calls)
-        except proving.Unseen:
-            proven(True, calls)
+            with patch.examination.paused(is_sharded(patch.model)):
+                proving.prove(module, call, mask, hooks=calls)
+        except Exception as error:
+            if is_no_verdict(error) or not (held or isinstance(error, proving.Unseen)):
+                raise
+            with patch.examination.paused():  # it may read what a hook keeps, of the model and not of the replica
+                proving.prove(module, call, mask, itself=True, hooks=bool(held))
     except proving.Unseen as error:
         raise PackingNotIsolated(str(error)) from None
     if held and not calls:
         names = names_of(patch.model)
-        looking.thread.read = lambda: State(patch.model.modules(), names)
+        looking.thread.read = lambda: State(patch.model.modules(), read_by=names)
     patch.examination.proven |= due
 
 

@@ -40,7 +40,7 @@ from ..upstream.packed_mask import PackedMask
 from ..upstream.step import MARK, ROLE, Patched
 from . import locate, looking
 from .inputs import RowSlice, example, exchanges, on_its_own, slices_between
-from .replica import replica
+from .replica import open_gates, replica
 from .runs import Embeddings, left_as_it_was, near, picks, rounding
 from .state import State
 from .unknown import unknown, unknown_modules
@@ -78,11 +78,12 @@ def prove(model: Model, call: Call, mask: PackedMask, itself: bool = False, hook
         stack.enter_context(looking.called(hooks))
         if itself or is_sharded(model):
             stack.enter_context(left_as_it_was(model, evaluates=False))
+            open_gates(model, [] if is_sharded(model) else unknown_modules(model))
             run = model
         else:
             run = replica(model, unknown_modules(model))
         stack.enter_context(outside_the_forward(mask.device))
-        state = State(run.modules())
+        state = State(run.modules(), of_hooks=hooks)
         stack.callback(state.put_back)
         runs = _Runs(run, model, call, mask, state)
         stack.enter_context(without_gradients() if not gradients else autocast_uncached())
@@ -95,7 +96,7 @@ def call_hooks(model: Model, call: Call, mask: PackedMask) -> None:
     gradients = torch.is_grad_enabled()
     with outside_the_forward(mask.device), autocast_uncached() if gradients else without_gradients():
         run = replica(model)
-        state = State(run.modules())
+        state = State(run.modules(), of_hooks=True)
         try:
             runs = _Runs(run, model, call, mask, state)
             runs.gradient(runs.outputs(None), torch.zeros(mask.shape, dtype=torch.bool, device=mask.device))

@@ -42,12 +42,15 @@ class State:
 
     Args:
         modules: the modules.
+        of_hooks: whether what their hooks keep is put back, too.
         read_by: global names and attributes. If they are given, the state is compared only, and of modules only those
-            attributes count, and no hook's own state; else it can be put back.
+            attributes count; else it can be put back.
     """
 
-    def __init__(self, modules: Iterable[torch.nn.Module], read_by: frozenset[str] | None = None) -> None:
-        self._read_by = read_by
+    def __init__(
+        self, modules: Iterable[torch.nn.Module], of_hooks: bool = False, read_by: frozenset[str] | None = None
+    ) -> None:
+        self._of_hooks, self._read_by = of_hooks, read_by
         self._entered: dict[int, Any] = {}  # kept alive, so that no other object gets an id of these
         self._contents: list[tuple[Any, Any]] = []
         waiting: list[Any] = [*modules]
@@ -120,7 +123,7 @@ class State:
 
     def _of_module(self, module: torch.nn.Module) -> Iterator[Any]:
         yield from self._hold(module).values()
-        if self._read_by is None:
+        if self._of_hooks:
             yield from (hook for table in HOOKS for hook in vars(module).get(table, {}).values())
         yield from [type(module)] if _is_unknown(module) else ()
 

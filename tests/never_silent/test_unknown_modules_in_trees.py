@@ -147,8 +147,8 @@ def test_the_example_of_a_tree_shows_a_leak_between_siblings():
     patch = fa2patch.status(shows(7, 19, 20))
     assert "in some segments" in examining._examined(patch.examination.number, True)
     assert "in some documents" in examining._examined(patch.examination.number, False)
-    patch = fa2patch.status(shows(0, 19, 20))  # a token of the prompt
-    assert not examining._examined(patch.examination.number, True)
+    patch = fa2patch.status(shows(0, 19, 20))  # a token of the prompt, at a place that its path alone has not
+    assert "in a row of its own" in examining._examined(patch.examination.number, True)
 
 
 # The sets that are exchanged

@@ -281,6 +281,7 @@ def _examined(given: str, tree: bool) -> str:
                 if unseen:  # a graph does not watch them
                     with patch.examination.paused():
                         proving.call_hooks(patch.model, call, mask)
+                    patch.examination.must |= bool(unknown(ModelLayers(patch.model)))
             if patch.examination.must:
                 due = _due(patch.examination, patch.model, mask.boundaries, mask.shape)
                 if due:

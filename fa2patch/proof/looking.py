@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from .._torch import compiling, unobserved
+from .._torch import compiling, transforming, unobserved
 from .._types import Model
 from ..binding import users
 from ..comparison import tensors, version
@@ -78,7 +78,7 @@ class WatchedHook:
         self.changes, self.times = False, 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if compiling() or self.changes or thread.calls:
+        if compiling() or transforming() or self.changes or thread.calls:
             return self.function(*args, **kwargs)
         if thread.calls is not None:
             return None
@@ -91,7 +91,7 @@ class WatchedHook:
             self.changes = True
             if self.by is not None:
                 self.by.changes = True
-            for user in users():
+            for user in () if is_known(self.function) else users():
                 if hasattr(user, "hook_changes") and module in user.model.modules():
                     user.hook_changes()
         elif self.by is None:
@@ -125,16 +125,9 @@ class _Given:
 
     def _prints(self) -> list[Any]:
         with unobserved(), torch.no_grad():
-            return [(version(each), self._sum(each)) for each in self.tensors]
-
-    def _sum(self, values: torch.Tensor) -> Any:
-        """The sums of the bits of vectors: nothing as large as the tensor is made for it."""
-        bits = _BITS.get(values.element_size())
-        if not self.values or isinstance(values, torch.nn.Parameter) or not values.is_floating_point() or bits is None:
-            return None
-        if type(values) is not torch.Tensor or values.device.type == "meta" or not values.dim():
-            return None
-        return values.detach().view(bits).sum(-1).tolist()
+            below = {id(each) for child in self.module.children() for each in child.parameters()}  # may be many
+            found: list[Any] = [(version(each), place(each)) for each in self.tensors]
+            return found + [_sums(each) for each in self.tensors if self.values and id(each) not in below]
 
     def has_changed(self) -> bool:
         """Whether a tensor is another one or has other values, or the module another attribute that its code reads."""
@@ -144,7 +137,7 @@ class _Given:
             return True
         held, missing = vars(self.module), object()
         names = {name for name in {*held, *self.attributes} if held.get(name, missing) is not self.attributes.get(name)}
-        return bool(names) and any(names & inspecting.names_within(each) for each in _functions(type(self.module)))
+        return bool(names) and any(names & inspecting.words_within(each) for each in _functions(type(self.module)))
 
     def watch_tensors(self, by: WatchedHook) -> None:
         """Watch the hooks that have come to the tensors."""
@@ -154,6 +147,20 @@ class _Given:
                     hooks = _hooks_of(one)
                     if not is_known(hooks[key]):
                         hooks[key] = WatchedHook(hooks[key], self.module, by)
+
+
+def place(values: torch.Tensor) -> int:
+    """Where a tensor's values are; 0 if that cannot be said."""
+    plain = type(values) in (torch.Tensor, torch.nn.Parameter) and values.layout == torch.strided
+    return values.data_ptr() if plain and values.device.type != "meta" else 0
+
+
+def _sums(values: torch.Tensor) -> Any:
+    """The sums of the bits of a tensor's vectors, for which nothing as large is made."""
+    if not place(values) or values.is_complex():
+        return None
+    bits = values.detach().view(_BITS[values.element_size()]) if values.is_floating_point() else values.detach()
+    return (bits.sum(-1) if bits.dim() else bits).tolist()
 
 
 def _hooks_of(tensor: torch.Tensor) -> Any:
@@ -173,12 +180,16 @@ def _tables(model: Model) -> Iterator[Any]:
     yield from (table for _, table in EVERYWHERE)
 
 
+def _is_of_all(table: Any) -> bool:
+    return any(table is each for _, each in EVERYWHERE)
+
+
 def watch(model: Model) -> None:
-    """Watch the hooks of a model's modules, and of all modules, that nobody knows."""
+    """Watch the hooks of a model's modules that nobody knows, and those of all modules: torch's count, too."""
     noisy = getattr(embedding_of(model), "_forward_hooks", None)  # such hooks are called for each document
     for table in _tables(model):
         for key, hook in list(table.items()):
-            if isinstance(hook, (WatchedHook, ByDocument)) or is_known(hook):
+            if isinstance(hook, (WatchedHook, ByDocument)) or (is_known(hook) and not _is_of_all(table)):
                 continue
             if table is not noisy or not inspecting.draws(hook):
                 table[key] = WatchedHook(hook)
@@ -191,10 +202,9 @@ def watched(model: Model) -> list[WatchedHook]:
 
 def release(model: Model, everywhere: bool) -> None:
     """Put a model's own hooks back, and those of all modules if ``everywhere`` is set."""
-    of_all = [id(table) for _, table in EVERYWHERE]
     for table in _tables(model):
         for key, hook in list(table.items()):
-            if isinstance(hook, WatchedHook) and (everywhere or id(table) not in of_all):
+            if isinstance(hook, WatchedHook) and (everywhere or not _is_of_all(table)):
                 table[key] = hook.function
 
 

@@ -76,13 +76,13 @@ def prove(model: Model, call: Call, mask: PackedMask, itself: bool = False, hook
     gradients = torch.is_grad_enabled()
     with contextlib.ExitStack() as stack:
         stack.enter_context(looking.called(hooks))
+        stack.enter_context(outside_the_forward(mask.device))
         if itself or is_sharded(model):
             stack.enter_context(left_as_it_was(model, evaluates=False))
             open_gates(model, [] if is_sharded(model) else unknown_modules(model))
             run = model
         else:
             run = replica(model, unknown_modules(model))
-        stack.enter_context(outside_the_forward(mask.device))
         state = State(run.modules(), of_hooks=hooks)
         stack.callback(state.put_back)
         runs = _Runs(run, model, call, mask, state)

@@ -19,7 +19,7 @@ from .._types import Model
 from ..comparison import version
 from ..upstream import inspecting
 from ..upstream.foreign import is_known
-from .looking import HOOKS, WatchedHook
+from .looking import HOOKS, WatchedHook, place
 
 _TABLES = frozenset(
     name for name in vars(torch.nn.Module()) if name.endswith(("_hooks", "_hooks_with_kwargs", "_called"))
@@ -66,7 +66,6 @@ class State:
         """Whether anything is not as it was."""
         return any(not _same(value, self._content(value), content) for value, content in self._contents)
 
-    @torch.no_grad()
     def put_back(self) -> None:
         """Put back what has changed since. A tensor that was changed in place gets its values again."""
         for value, content in self._contents:
@@ -76,13 +75,13 @@ class State:
     def _hold(self, value: Any) -> Any:
         content = self._content(value)
         if isinstance(value, torch.Tensor) and self._read_by is None:
-            content = content, value.detach().clone()
+            content = (*content, value.detach().clone())
         self._contents.append((value, content))
         return content
 
     def _content(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            return version(value)
+            return version(value), place(value)
         if isinstance(value, torch.nn.Module):
             held = vars(value)
             return {name: held[name] for name in held if name not in _TABLES and self._counts(name)}
@@ -123,8 +122,11 @@ class State:
 
     def _of_module(self, module: torch.nn.Module) -> Iterator[Any]:
         yield from self._hold(module).values()
-        if self._of_hooks:
-            yield from (hook for table in HOOKS for hook in vars(module).get(table, {}).values())
+        hooks = [hook for table in HOOKS for hook in vars(module).get(table, {}).values()] if self._of_hooks else []
+        if any(isinstance(hook, WatchedHook) and hook.changes for hook in hooks):  # perhaps the weights
+            for parameter in module.parameters(recurse=False):
+                self._hold(parameter)
+        yield from hooks
         yield from [type(module)] if _is_unknown(module) else ()
 
     def _of_callable(self, value: Any) -> Iterator[Any]:
@@ -159,7 +161,7 @@ def names_of(model: Model) -> frozenset[str]:
     functions = [each for cls in classes for each in vars(cls).values() if isinstance(each, FunctionType)]
     held = [each for module in model.modules() for each in vars(module).values() if callable(each)]
     unknown = [each for each in (*functions, *held) if not is_known(each)]
-    return frozenset(name for each in unknown for name in inspecting.names_within(each))
+    return frozenset(name for each in unknown for name in inspecting.words_within(each))
 
 
 def _is_unknown(module: torch.nn.Module) -> bool:
@@ -168,7 +170,7 @@ def _is_unknown(module: torch.nn.Module) -> bool:
 
 def _same(value: Any, now: Any, before: Any) -> bool:
     if isinstance(value, torch.Tensor):
-        return bool(now == (before[0] if isinstance(before, tuple) else before))
+        return bool(now == before[:2])
     if isinstance(value, torch.Generator):
         return bool(torch.equal(now, before))
     if isinstance(value, numpy.ndarray):
@@ -186,8 +188,8 @@ def _is(one: object, other: object) -> bool:
 
 def _put(value: Any, content: Any) -> None:
     if isinstance(value, torch.Tensor):
-        with torch.inference_mode(value.is_inference()):
-            value.copy_(content[1])
+        with torch.inference_mode() if value.is_inference() else torch.no_grad():
+            value.copy_(content[2])
     elif isinstance(value, torch.nn.Module):
         held = vars(value)
         tables = {name: held[name] for name in _TABLES if name in held}

@@ -101,6 +101,13 @@ def names_within(function: object) -> frozenset[str]:
     return frozenset(() if code is None else (name for each in _with_nested(code) for name in each.co_names))
 
 
+def words_within(function: object) -> frozenset[str]:
+    """The :func:`names_within`, and the texts of that code, by which ``getattr`` finds an attribute."""
+    code = code_called(function)
+    constants = () if code is None else (value for each in _with_nested(code) for value in each.co_consts)
+    return names_within(function).union(value for value in constants if isinstance(value, str))
+
+
 def _with_nested(code: CodeType) -> Iterator[CodeType]:
     """A function's code, and that of the functions that are defined in it."""
     yield code

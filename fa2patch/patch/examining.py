@@ -221,11 +221,11 @@ def _prove(patch: Examined, due: set[tuple[str, int]], module: Model, call: Call
 
     held = looking.watched(patch.model)
     calls = any(hook.changes for hook in held)  # it may change something by what another one keeps
-
+    itself = is_sharded(patch.model) or any(hook.feeds for hook in held)
     try:
         try:
-            with patch.examination.paused(is_sharded(patch.model)):
-                proving.prove(module, call, mask, hooks=calls)
+            with patch.examination.paused(itself):
+                proving.prove(module, call, mask, itself, calls)
         except Exception as error:
             if is_no_verdict(error) or not (held or isinstance(error, proving.Unseen)):
                 raise
@@ -233,7 +233,7 @@ def _prove(patch: Examined, due: set[tuple[str, int]], module: Model, call: Call
                 proving.prove(module, call, mask, itself=True, hooks=bool(held))
     except proving.Unseen as error:
         raise PackingNotIsolated(str(error)) from None
-    if held and not calls:
+    if held:
         names = names_of(patch.model)
         looking.thread.read = lambda: State(patch.model.modules(), read_by=names)
     patch.examination.proven |= due

@@ -68,6 +68,7 @@ class WatchedHook:
     Attributes:
         function: the hook.
         changes: whether it has returned something, or changed something in place.
+        feeds: whether it has changed what unknown code reads. A replica's is not what it changes then.
         times: how often it was watched.
         module: the module, of a hook of a tensor that a module's hook has registered.
         by: that module's hook.
@@ -75,10 +76,11 @@ class WatchedHook:
 
     def __init__(self, function: Any, module: Any = None, by: WatchedHook | None = None) -> None:
         self.function, self.module, self.by = function, module, by
-        self.changes, self.times = False, 0
+        self.changes, self.feeds, self.times = False, False, 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if compiling() or transforming() or self.changes or thread.calls:
+        known = self.changes and (self.feeds or thread.read is None)
+        if known or compiling() or transforming() or thread.calls:
             return self.function(*args, **kwargs)
         if thread.calls is not None:
             return None
@@ -87,8 +89,9 @@ class WatchedHook:
         before = _Given(module, (args, kwargs), values=self.times & (self.times - 1) == 0)
         read = None if thread.read is None else thread.read()
         output = self.function(*args, **kwargs)
-        if output is not None or before.has_changed() or (read is not None and read.has_changed()):
-            self.changes = True
+        feeds = read is not None and read.has_changed()
+        if feeds or (not self.changes and (output is not None or before.has_changed())):
+            self.changes, self.feeds = True, self.feeds or feeds
             if self.by is not None:
                 self.by.changes = True
             for user in () if is_known(self.function) else users():

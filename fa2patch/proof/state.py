@@ -19,7 +19,7 @@ from .._types import Model
 from ..comparison import version
 from ..upstream import inspecting
 from ..upstream.foreign import is_known
-from .looking import HOOKS, WatchedHook, place
+from .looking import HOOKS, WatchedHook, place, watched
 
 _TABLES = frozenset(
     name for name in vars(torch.nn.Module()) if name.endswith(("_hooks", "_hooks_with_kwargs", "_called"))
@@ -156,11 +156,12 @@ class State:
 
 
 def names_of(model: Model) -> frozenset[str]:
-    """The global names and attributes that the unknown code of a model's modules uses."""
+    """The global names and attributes that the unknown code of a model's modules and hooks uses."""
     classes = {cls for module in model.modules() if _is_unknown(module) for cls in type(module).__mro__}
     functions = [each for cls in classes for each in vars(cls).values() if isinstance(each, FunctionType)]
     held = [each for module in model.modules() for each in vars(module).values() if callable(each)]
-    unknown = [each for each in (*functions, *held) if not is_known(each)]
+    hooks = [hook.function for hook in watched(model) if hook.changes]
+    unknown = [each for each in (*functions, *held, *hooks) if not is_known(each)]
     return frozenset(name for each in unknown for name in inspecting.words_within(each))
 
 

@@ -9,8 +9,8 @@ between siblings is seen too.
 Other documents' tokens show nothing of code that reads the length of the row: noise that is scaled by it (NEFTune), a
 mean. So documents are run in rows of their own, too.
 
-For n documents this takes 3 + 2 log2(n) forwards, in training a backward for all but three of them, and up to
-:data:`SHORT` documents alone, which have as many tokens as the row. Every run begins with what the modules kept before
+For n documents this takes 4 + 2 log2(n) forwards, in training a backward for all but three of them, and up to
+:data:`SHORT` documents alone, which have at most as many tokens as the row. Every run begins with what the modules kept before
 the first.
 """
 

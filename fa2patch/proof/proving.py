@@ -10,8 +10,8 @@ Other documents' tokens show nothing of code that reads the length of the row: n
 mean. So documents are run in rows of their own, too.
 
 For n documents this takes 4 + 2 log2(n) forwards, in training a backward for all but three of them, and up to
-:data:`SHORT` documents alone, which have at most as many tokens as the row. Every run begins with what the modules kept before
-the first.
+:data:`SHORT` documents alone, which have at most as many tokens as the row. Every run begins with what the modules kept
+before the first.
 """
 
 from __future__ import annotations

@@ -302,17 +302,20 @@ def outside_the_forward(device: torch.device) -> Iterator[None]:
         yield
 
 
+_torch_functions: Any = torch.overrides
+
+
 @contextlib.contextmanager
 def unobserved() -> Iterator[None]:
     """Hide what runs inside from modes that see each operator (``FlopCounterMode``) or function.
 
     Torch's own modes of functions stay, because a default device is one.
     """
-    dispatched, called = torch._C._len_torch_dispatch_stack(), torch.overrides._len_torch_function_stack()
+    dispatched, called = torch._C._len_torch_dispatch_stack(), torch._C._len_torch_function_stack()
     if not (dispatched or called):
         yield
         return
-    modes = [torch.overrides._pop_mode() for _ in range(called)][::-1]
+    modes = [_torch_functions._pop_mode() for _ in range(called)][::-1]
     kept = [mode for mode in modes if _is_of_torch(type(mode).__torch_function__)]
     _set_modes(kept)
     try:
@@ -320,13 +323,13 @@ def unobserved() -> Iterator[None]:
             yield
     finally:
         for _ in kept:
-            torch.overrides._pop_mode()
+            _torch_functions._pop_mode()
         _set_modes(modes)
 
 
 def _set_modes(modes: list[Any]) -> None:
     for mode in modes:
-        torch.overrides._push_mode(mode)
+        _torch_functions._push_mode(mode)
 
 
 def _is_of_torch(function: Any) -> bool:

@@ -155,7 +155,8 @@ class Structure:
 
     Attributes:
         number: changes with modules, their classes, the code that they run and its hooks. What fa2patch itself has put
-            there does not count, nor does a hook that is watched, or known.
+            there does not count, nor does a hook that is watched, or is known and draws no
+            random numbers.
         watches: whether a hook is watched.
     """
 
@@ -184,7 +185,7 @@ class Structure:
 
     def _number(self, children: list[Any], hooked: list[Any]) -> int:
         hooks = [hook for table in hooked for hook in table.values() if not isinstance(hook, WatchedHook)]
-        hooks = [hook for hook in hooks if hook not in _OUR_HOOKS and not is_known(hook)]
+        hooks = [hook for hook in hooks if hook not in _OUR_HOOKS and (inspecting.draws(hook) or not is_known(hook))]
         of_kinds = [each for forward, call in self._of_kinds for each in (below_ours(forward), call)]
         functions = [each for each in self._forwards if each is not None] + hooks + of_kinds + self._functions
         # ids of functions may come again; most functions have code themselves, and asking for it calls nothing

@@ -90,7 +90,8 @@ class WatchedHook:
         read = None if thread.read is None else thread.read()
         output = self.function(*args, **kwargs)
         feeds = read is not None and read.has_changed()
-        if feeds or (not self.changes and (output is not None or before.has_changed())):
+        changed = output is not None or before.has_changed() or "grad_fn" in inspecting.names_within(self.function)
+        if feeds or (changed and not self.changes):  # nothing shows hooks of a tensor's grad_fn
             self.changes, self.feeds = True, self.feeds or feeds
             if self.by is not None:
                 self.by.changes = True
@@ -128,9 +129,11 @@ class _Given:
 
     def _prints(self) -> list[Any]:
         with unobserved(), torch.no_grad():
-            below = {id(each) for child in self.module.children() for each in child.parameters()}  # may be many
             found: list[Any] = [(version(each), place(each)) for each in self.tensors]
-            return found + [_sums(each) for each in self.tensors if self.values and id(each) not in below]
+            if not self.values:
+                return found
+            below = {id(each) for child in self.module.children() for each in child.parameters()}  # may be many
+            return found + [_sums(each) for each in self.tensors if id(each) not in below]
 
     def has_changed(self) -> bool:
         """Whether a tensor is another one or has other values, or the module another attribute that its code reads."""

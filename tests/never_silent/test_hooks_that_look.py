@@ -361,6 +361,14 @@ def gradient_of_a_tensor(change):
     return lambda model: mlp(model).register_forward_hook(hook)
 
 
+def gradient_of_a_node(model):
+    def hook(module, given, output):
+        if output.grad_fn is not None:
+            output.grad_fn.register_prehook(lambda gradients: (mixed(gradients[0]),))
+
+    mlp(model).register_forward_hook(hook)
+
+
 GRADIENTS = {
     "of a tensor": gradient_of_a_tensor(mixed),
     "of a module": lambda model: mlp(model).register_full_backward_hook(lambda m, into, out: (mixed(into[0]),)),
@@ -383,6 +391,12 @@ SCALES = {
     "of a module": lambda model: mlp(model).register_full_backward_hook(lambda m, into, out: (2 * into[0],)),
     "in place": in_place(lambda output: output.mul_(2)),
 }
+
+
+def test_a_hook_of_a_gradients_function_is_refused_in_the_forward():
+    model = patched(llama().train(), gradient_of_a_node)
+    with refusal("gradient", errors.PackingNotIsolated):
+        model(**labelled())
 
 
 @pytest.mark.parametrize("scale", SCALES.values(), ids=SCALES)

@@ -10,16 +10,20 @@ import _thread
 import contextlib
 import errno
 import itertools
+import random
 import sys
 import threading
 import traceback
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, Callable, TypeVar
 
+import numpy
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -290,16 +294,55 @@ def is_no_verdict(error: BaseException) -> bool:
 def outside_the_forward(device: torch.device) -> Iterator[None]:
     """Enable gradients and isolate the code inside from the forward that is running.
 
-    The forward's inference mode and its checkpoint's saved-tensor hooks do not apply inside. Its random number
-    generators (CPU, and CUDA if ``device`` is one) are restored afterwards.
+    The forward's inference mode, its checkpoint's saved-tensor hooks and what watches its operators do not apply
+    inside. Its random number generators (Python's, NumPy's, CPU's, and CUDA's if ``device`` is one) are restored
+    afterwards.
     """
     with contextlib.ExitStack() as stack:
+        stack.enter_context(unobserved())
         stack.enter_context(_autocast_entered_once())
+        stack.callback(random.setstate, random.getstate())
+        stack.callback(numpy.random.set_state, numpy.random.get_state())
         stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x))
         yield
+
+
+_torch_functions: Any = torch.overrides
+
+
+@contextlib.contextmanager
+def unobserved() -> Iterator[None]:
+    """Hide what runs inside from modes that see each operator (``FlopCounterMode``) or function.
+
+    Torch's own modes of functions stay, because a default device is one.
+    """
+    dispatched, called = torch._C._len_torch_dispatch_stack(), torch._C._len_torch_function_stack()
+    if not (dispatched or called):
+        yield
+        return
+    modes = [_torch_functions._pop_mode() for _ in range(called)][::-1]
+    kept = [mode for mode in modes if _is_of_torch(type(mode).__torch_function__)]
+    _set_modes(kept)
+    try:
+        with _disable_current_modes() if dispatched else contextlib.nullcontext():
+            yield
+    finally:
+        for _ in kept:
+            _torch_functions._pop_mode()
+        _set_modes(modes)
+
+
+def _set_modes(modes: list[Any]) -> None:
+    for mode in modes:
+        _torch_functions._push_mode(mode)
+
+
+def _is_of_torch(function: Any) -> bool:
+    code = getattr(function, "__code__", None)
+    return code is not None and code.co_filename.startswith(f"{Path(torch.__file__).parent}/")
 
 
 @contextlib.contextmanager

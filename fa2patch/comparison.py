@@ -106,6 +106,13 @@ def tensors(output: Any) -> Iterator[torch.Tensor]:
         yield from tensors(each)
 
 
+def version(value: Any) -> float:
+    """A number that is another one after a tensor was changed in place. Those of inference mode count no changes."""
+    if not isinstance(value, torch.Tensor):
+        return 0
+    return float(value.sum()) if value.is_inference() else value._version
+
+
 def projected(values: torch.Tensor) -> torch.Tensor:
     """Four random projections ``[..., 4]`` of vectors ``[..., n]``, which a change of any of their numbers changes.
 

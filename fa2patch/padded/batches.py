@@ -17,7 +17,7 @@ from ..errors import BadBatch, StaysPadded
 from ..upstream import attached, caches
 from ..upstream.calls import passed
 from ..upstream.facts import Facts
-from ..upstream.step import MARK, PADDING, Tally, Patched
+from ..upstream.step import MARK, PADDING, Patched, Tally
 from ..upstream.ulysses import row_part
 from . import head_calls
 from .rows import Layout, packed_row, read_rows, shared_prefixes, unshared

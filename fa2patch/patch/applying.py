@@ -62,10 +62,11 @@ def apply(
               default one.
             - The name of a registered kernel, or an instance of a subclass of :class:`fa2patch.kernels.Kernel`.
         architecture: the ``model_type`` of the registry row to use instead of that of ``config.model_type``.
-        prove: whether packed batches are also run with other tokens in every second document, to prove that no module
-            lets documents see each other: the first in each mode, and then batches 2, 4, 8, .... ``"unknown"`` (for a
-            new patch) does so if the model holds code that is neither torch's nor Transformers' own (remote code, a
-            subclass, a wrapper around a layer, a hook), or if the matrix has no evidence of it.
+        prove: whether packed batches are also run with other tokens in some documents, to prove that no module lets
+            documents see each other: the first in each mode, those that are larger than all before, and batches 2, 4,
+            8, .... ``"unknown"`` (for a new patch) does so if the model holds code that is neither torch's nor
+            Transformers' own (remote code, a subclass, a wrapper around a layer, a hook that changes something), or if
+            the matrix has no evidence of it.
         padded_batches: whether padded batches are computed packed too. The layers then compute no padding, and the head
             gets hidden states ``[batch, length, hidden]`` with zeros for padding. A head that makes one vector for each
             row (``BertForSequenceClassification``) can be used only so. If the head reads hidden states of padding, the

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import threading
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from .._torch import compiling, constant, number, numbered, paused
+import torch
+
+from .._torch import compiling, constant, is_no_verdict, number, numbered, paused
 from .._types import Call, Model
 from ..documents.boundaries import Boundaries
 from ..errors import Fa2PatchError, NothingProven, PackingNotIsolated
+from ..proof import looking
+from ..proof.state import State, names_of
 from ..proof.unknown import Structure, mode_of, unknown
 from ..upstream import attached, heads
 from ..upstream.find_layers import ModelLayers
@@ -49,6 +54,9 @@ class Examination:
     Attributes:
         prove: the ``prove`` argument of ``apply``.
         must: whether packed batches must be proven.
+        batch: the last packed batch, with the model that was called and whether gradients were enabled, for hooks that
+            are watched; None without any.
+        largest: the longest row, and the largest number of documents, of these batches.
         proven: what of :data:`DOCUMENTS` and :data:`BRANCHES` was proven, each with the model's mode.
         batches: the number of packed batches that must have been proven.
         structure: the model's structure when it was last looked at; None before that.
@@ -59,6 +67,8 @@ class Examination:
     prove: bool | str
     must: bool
     structure: Structure | None = None
+    batch: tuple[Model, Call, PackedMask, bool] | None = None
+    largest: tuple[int, int] = (0, 0)
     proven: set[tuple[str, int]] = field(default_factory=set)
     batches: int = 0
     under_way: bool = False
@@ -90,6 +100,10 @@ def begun(patch: Examined, prove: bool | str, layers: ModelLayers | None = None,
 
 def keep_structure(patch: Examined) -> None:
     """Take the structure of a model as the one that was planned, after fa2patch itself has changed it."""
+    if patch.examination.prove is False:
+        looking.release(patch.model, everywhere=False)
+    else:
+        looking.watch(patch.model)
     patch.examination.structure = Structure(patch.model)
 
 
@@ -98,6 +112,8 @@ def _has_changed(patch: Examined) -> bool:
     kept = patch.examination.structure
     if kept is None or kept.is_as_kept():
         return kept is None
+    if patch.examination.prove is not False:
+        looking.watch(patch.model)
     now = Structure(patch.model)
     if now.number != kept.number:
         return True
@@ -109,8 +125,9 @@ def examine(patch: Examined, module: Model, call: Call, mask: PackedMask) -> Non
     """Examine a model before it computes a packed batch: renew the patch of changed modules, and prove the batch.
 
     A batch is proven only if a proof is due and the batch has two documents or more: the first such batch in a mode,
-    the first in which segments continue the same one, as a module may know documents and no parents, and then batches
-    2, 4, 8, ..., because what a value inside foreign code decides may change without a sign. A sharded model is proven
+    the first in which segments continue the same one, as a module may know documents and no parents, a batch with
+    longer rows or more documents than all before, and batches 2, 4, 8, ..., because what a value inside foreign code
+    decides may change without a sign. A sharded model is proven
     only with ``prove=True``; otherwise :class:`NothingProven` is warned.
 
     Args:
@@ -130,8 +147,9 @@ def examine(patch: Examined, module: Model, call: Call, mask: PackedMask) -> Non
         if found:
             raise PackingNotIsolated(found)
         return
-    if examination.under_way or thread.proves:
+    if examination.under_way or thread.proves or looking.thread.calls is not None:
         return
+    looking.thread.read = None
     if getattr(call.get("position_ids"), attached.PADDING, None) is None:
         heads.require_patched(patch)
         patch.tally.rows = True
@@ -143,6 +161,9 @@ def examine(patch: Examined, module: Model, call: Call, mask: PackedMask) -> Non
             if _has_changed(patch):
                 patch.renew()
         examination = patch.examination
+    patch.computes_packed = True
+    if examination.structure is not None and examination.structure.watches:
+        examination.batch = module, call, mask, torch.is_grad_enabled()
     if not examination.must:
         return
     with _lock:  # another thread's batch may be what is being proven
@@ -151,7 +172,7 @@ def examine(patch: Examined, module: Model, call: Call, mask: PackedMask) -> Non
 
 def _examine(patch: Examined, module: Model, call: Call, mask: PackedMask) -> None:
     examination, name = patch.examination, type(patch.model).__name__
-    due = _due(examination, module, mask.boundaries)
+    due = _due(examination, module, mask.boundaries, mask.shape)
     if not due:
         return
     if mask.part is not None:
@@ -175,10 +196,14 @@ def _examine(patch: Examined, module: Model, call: Call, mask: PackedMask) -> No
     _prove(patch, due, module, call, mask)
 
 
-def _due(examination: Examination, module: Model, boundaries: Boundaries) -> set[tuple[str, int]]:
+def _due(
+    examination: Examination, module: Model, boundaries: Boundaries, shape: tuple[int, int]
+) -> set[tuple[str, int]]:
     """What a batch must prove, each with the model's mode. The device is read only if something may be due."""
     examination.batches += 1
-    again = examination.batches & (examination.batches - 1) == 0
+    size = shape[1], len(boundaries)
+    again = examination.batches & (examination.batches - 1) == 0 or any(map(operator.gt, size, examination.largest))
+    examination.largest = max(size[0], examination.largest[0]), max(size[1], examination.largest[1])
     mode = mode_of(module)
     if not again and (DOCUMENTS, mode) in examination.proven and boundaries.parents is None:
         return set()
@@ -195,16 +220,44 @@ def _prove(patch: Examined, due: set[tuple[str, int]], module: Model, call: Call
     """Prove a batch on a replica of the model, or on the model itself if the replica does not see the whole forward."""
     from ..proof import proving  # with five more modules, which only a model with unknown modules needs
 
+    held = looking.watched(patch.model)
+    calls = any(hook.changes for hook in held)  # it may change something by what another one keeps
+    itself = is_sharded(patch.model) or any(hook.feeds for hook in held)
     try:
         try:
-            with proof(), patch.examination.paused(is_sharded(patch.model)):
-                proving.prove(module, call, mask)
-        except proving.Unseen:
-            with proof(), patch.examination.paused():
-                proving.prove(module, call, mask, itself=True)
+            with proof(), patch.examination.paused(itself):
+                proving.prove(module, call, mask, itself, calls)
+        except Exception as error:
+            if is_no_verdict(error) or not (held or isinstance(error, proving.Unseen)):
+                raise
+            with proof(), patch.examination.paused():  # it may read what a hook keeps, of the model, not of the replica
+                proving.prove(module, call, mask, itself=True, hooks=bool(held))
     except proving.Unseen as error:
         raise PackingNotIsolated(str(error)) from None
+    if held:
+        names = names_of(patch.model)
+        looking.thread.read = lambda: State(patch.model.modules(), read_by=names)
     patch.examination.proven |= due
+
+
+def hook_changes(patch: Examined) -> None:
+    """Prove the packed batch that is being computed, because a hook that was watched has changed something.
+
+    In a dense batch nothing is proven before the next packed one, but in a backward: whose it is cannot be seen.
+
+    Raises:
+        PackingNotIsolated: documents see each other.
+    """
+    examination = patch.examination
+    if examination.prove is False or not patch.active:
+        return
+    examination.must, examination.proven = True, set()
+    in_backward = torch._C._current_graph_task_id() != -1
+    if examination.under_way or examination.batch is None or not (patch.computes_packed or in_backward):
+        return
+    module, call, mask, gradients = examination.batch
+    with _lock, torch.set_grad_enabled(gradients):
+        _examine(patch, module, call, mask)
 
 
 @constant
@@ -222,11 +275,17 @@ def _examined(given: str, tree: bool) -> str:
             patch.tally.rows = True
             if _has_changed(patch):
                 patch.renew()
-            if patch.examination.must:
+            unseen = any(not hook.times and not hook.changes for hook in looking.watched(patch.model))
+            if patch.examination.must or (unseen and patch.examination.prove is not False):
                 from ..proof import proving  # as in _prove
 
                 call, mask = proving.example_of(patch.model, patch, tree)
-                due = _due(patch.examination, patch.model, mask.boundaries)
+                if unseen:  # a graph does not watch them
+                    with patch.examination.paused():
+                        proving.call_hooks(patch.model, call, mask)
+                    patch.examination.must |= bool(unknown(ModelLayers(patch.model)))
+            if patch.examination.must:
+                due = _due(patch.examination, patch.model, mask.boundaries, mask.shape)
                 if due:
                     _prove(patch, due, patch.model, call, mask)
         except Fa2PatchError as error:

@@ -13,6 +13,7 @@ import torch.fx
 from .. import kernels
 from .._types import Function
 from ..binding import bind, changing, release, used_by, users, when_imported
+from ..proof import looking
 from ..upstream import embeddings, foreign, hooks
 from ..upstream.architectures import Architecture
 from ..upstream.calls import refuse_recording
@@ -62,6 +63,7 @@ class Patch:
         before: the traits that do something before a forward, in order, each with what it has found.
         after: those that do something after it.
         examination: the state of the examination on packed batches.
+        computes_packed: whether the last batch was a packed one.
         unpacked: the number of training batches without document information; None stops the count.
         stated: whether a packed batch has come with lengths.
         may_be_overwritten: how many more training rows whose ids count on are looked at for signs of documents.
@@ -90,6 +92,7 @@ class Patch:
         self.unpacked: int | None = 0
         self.tally = Tally()
         self.stated, self.may_be_overwritten = False, SAY_AFTER
+        self.computes_packed = False
         self.padded_batches: bool | None = None
         self.budget: Budgeted | None = None
         self._take(planned)
@@ -122,6 +125,7 @@ class Patch:
         return bool(self.facts.row_head) or any(trait.of_head for trait, _ in self.plan.traits)
 
     examine = examining.examine
+    hook_changes = examining.hook_changes
 
     def capture_unpacked(self) -> None:
         """See :func:`fa2patch.patch.examining.capture_unpacked`."""
@@ -221,6 +225,7 @@ class Patch:
             padding = of_model(models(self.model)[-1])
             if padding is not None and padding.base in own:
                 padding.remove()
+            looking.release(self.model, everywhere=not any(other.active for other in _patches() if other is not self))
             for module in own:
                 del module.__dict__[MARK], module.__dict__[ROLE]
                 hooks.remove(module)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -214,13 +214,14 @@ def on_its_own(call: Call, path: Sequence[RowSlice], shape: torch.Size | tuple[i
     return {**{name: of(value) for name, value in call.items() if name not in (*LENGTHS, "attention_mask")}, **stated}
 
 
-def parities(tree: Tree) -> Iterator[list[bool]]:
+def exchanges(tree: Tree) -> list[list[bool]]:
     """The sets of segments that are exchanged together, each as whether a segment is in it.
 
-    Of the segments that continue the same one, the even ones are exchanged in one run and the odd ones in another, with
-    all that continues them. This is done at each depth: first for the roots, so for whole trees, then for their
-    children. So two neighbours are kept apart in one run at least, and what is not exchanged sees nothing that is. Runs
-    that exchange everything or nothing are left out. Documents are roots without children.
+    Of the segments that continue the same one, those whose number has a bit set are exchanged in one run, and the
+    others in another one, with all that continues them. So of any two, each is exchanged without the other in some run.
+    This is done for each bit and at each depth: first for the roots, so for whole trees, then for their children. The
+    first root is exchanged alone, too. What is not exchanged sees nothing that is. Runs that exchange everything or
+    nothing are left out. Documents are roots without children.
     """
     segments = [segment for segment, length in enumerate(tree.lengths) if length]
     places = dict.fromkeys(range(len(tree.lengths)), 0)
@@ -229,11 +230,16 @@ def parities(tree: Tree) -> Iterator[list[bool]]:
         places[segment] = born[tree.parents[segment]]
         born[tree.parents[segment]] += 1
     paths = [tree.path(segment) for segment in places]
-    for depth in range(max(len(paths[segment]) for segment in segments)):
-        for parity in (0, 1):
-            chosen = [len(path) > depth and places[path[depth]] % 2 == parity for path in paths]
-            if len({chosen[segment] for segment in segments}) == 2:
-                yield chosen
+    bits = max(1, (max(born.values()) - 1).bit_length())
+    found = [
+        [len(path) > depth and places[path[depth]] >> bit & 1 == value for path in paths]
+        for bit in range(bits)
+        for depth in range(max(len(paths[segment]) for segment in segments))
+        for value in (0, 1)
+    ]
+    found.append([path[0] == segments[0] for path in paths])
+    kinds = [tuple(chosen[segment] for segment in segments) for chosen in found]
+    return [chosen for at, chosen in enumerate(found) if len({*kinds[at]}) == 2 and kinds[at] not in kinds[:at]]
 
 
 def require_same_on_every_rank(inner: Model, slices: list[RowSlice]) -> None:

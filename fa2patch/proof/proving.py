@@ -2,12 +2,16 @@
 
 ``apply`` knows the modules of torch and Transformers. It cannot see whether other modules (remote code, subclasses,
 wrappers around a layer, a forward set on an object) mix tokens along the row. The proof runs the batch again with other
-input embeddings in every second document. A change in the documents between them is a leak. Without a change this takes
-three forwards without gradients. In a tree of segments this is done at each depth, so that a leak between siblings is
-seen too.
+input embeddings in some documents: in every second one, in the first alone, and so that of any two each is changed
+without the other. A change in the others is a leak. In a tree of segments this is done at each depth, so that a leak
+between siblings is seen too.
 
 Other documents' tokens show nothing of code that reads the length of the row: noise that is scaled by it (NEFTune), a
-mean. So one document is run in a row of its own, too.
+mean. So documents are run in rows of their own, too.
+
+For n documents this takes 4 + 2 log2(n) forwards, in training a backward for all but three of them, and up to
+:data:`SHORT` documents alone, which have at most as many tokens as the row. Every run begins with what the modules kept
+before the first.
 """
 
 from __future__ import annotations
@@ -15,8 +19,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import random
 from typing import Any
 
+import numpy
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -32,10 +38,11 @@ from ..upstream.find_layers import ModelLayers
 from ..upstream.find_models import is_sharded, models
 from ..upstream.packed_mask import PackedMask
 from ..upstream.step import MARK, ROLE, Patched
-from . import locate
-from .inputs import RowSlice, example, on_its_own, parities, slices_between
-from .replica import replica
+from . import locate, looking
+from .inputs import RowSlice, example, exchanges, on_its_own, slices_between
+from .replica import open_gates, replica
 from .runs import Embeddings, Rounded, left_as_it_was, picks, rounding, roundings
+from .state import State
 from .unknown import unknown, unknown_modules
 
 
@@ -43,7 +50,12 @@ class Unseen(Exception):
     """Other embeddings changed nothing, not even where they were exchanged, so that nothing is proven."""
 
 
-def prove(model: Model, call: Call, mask: PackedMask, itself: bool = False) -> None:
+SHORT = 8
+"""The number of documents up to which each one is run alone. Of more, these are the first, the last, the shortest of
+two tokens or more, and the longest."""
+
+
+def prove(model: Model, call: Call, mask: PackedMask, itself: bool = False, hooks: bool = False) -> None:
     """Prove that the documents of a packed batch do not see each other, in the mode in which they are computed.
 
     The outputs of documents between those with other embeddings must not change, and, with gradients enabled, they must
@@ -55,6 +67,7 @@ def prove(model: Model, call: Call, mask: PackedMask, itself: bool = False) -> N
         call: its arguments by name, with labels, because a forward of other code may require them.
         mask: the packed mask.
         itself: whether the model itself is run. Another thread must not use it meanwhile.
+        hooks: whether hooks that only look are called, because other code may read what they keep. It is put back.
 
     Raises:
         Unseen: a forward of other code calls the model itself, and not what it is handed.
@@ -62,15 +75,33 @@ def prove(model: Model, call: Call, mask: PackedMask, itself: bool = False) -> N
     """
     gradients = torch.is_grad_enabled()
     with contextlib.ExitStack() as stack:
+        stack.enter_context(looking.called(hooks))
+        stack.enter_context(outside_the_forward(mask.device))
         if itself or is_sharded(model):
             stack.enter_context(left_as_it_was(model, evaluates=False))
-            runs = _Runs(model, model, call, mask)
+            open_gates(model, [] if is_sharded(model) else unknown_modules(model))
+            run = model
         else:
-            runs = _Runs(replica(model, unknown_modules(model)), model, call, mask)
-        stack.enter_context(outside_the_forward(mask.device))
+            run = replica(model, unknown_modules(model))
+        state = State(run.modules(), of_hooks=hooks)
+        stack.callback(state.put_back)
+        runs = _Runs(run, model, call, mask, state)
         stack.enter_context(without_gradients() if not gradients else autocast_uncached())
         runs.require_apart(gradients)
         runs.require_as_alone()
+
+
+def call_hooks(model: Model, call: Call, mask: PackedMask) -> None:
+    """Compute a packed batch once, backward too with gradients enabled, to see what hooks do that are watched."""
+    gradients = torch.is_grad_enabled()
+    with outside_the_forward(mask.device), autocast_uncached() if gradients else without_gradients():
+        run = replica(model)
+        state = State(run.modules(), of_hooks=True)
+        try:
+            runs = _Runs(run, model, call, mask, state)
+            runs.gradient(runs.outputs(None), torch.zeros(mask.shape, dtype=torch.bool, device=mask.device))
+        finally:
+            state.put_back()
 
 
 def example_of(model: Model, patch: Patched, tree: bool) -> tuple[Call, PackedMask]:
@@ -84,12 +115,12 @@ def example_of(model: Model, patch: Patched, tree: bool) -> tuple[Call, PackedMa
 class _Runs:
     """Runs of one packed batch in which the input embeddings of some tokens are exchanged.
 
-    ``model`` is the one that is run, the replica, and ``original`` the one that was called. ``leaf`` is what the model
-    was given as input embeddings in the last run.
+    ``model`` is the one that is run, the replica, ``original`` the one that was called, and ``state`` what each run
+    begins with. ``leaf`` is what the model was given as input embeddings in the last run.
     """
 
-    def __init__(self, model: Model, original: Model, call: Call, mask: PackedMask) -> None:
-        self.model, self.original, self.call, self.mask = model, original, call, mask
+    def __init__(self, model: Model, original: Model, call: Call, mask: PackedMask, state: State) -> None:
+        self.model, self.original, self.call, self.mask, self.state = model, original, call, mask, state
         self.shape, self.device = mask.shape, mask.device
         self.decoder = models(model)[-1]
         self.leaf: torch.Tensor | None = None
@@ -113,7 +144,7 @@ class _Runs:
     def require_apart(self, gradients: bool) -> None:
         """Raise :class:`PackingNotIsolated` if some documents reach others, or gradients of others reach them."""
         before, lengths = self.outputs(None), torch.tensor(self.tree.lengths)
-        for chosen in parities(self.tree):
+        for chosen in exchanges(self.tree):
             exchanged = torch.tensor(chosen).repeat_interleave(lengths).view(self.shape).to(self.device)
             after = self.outputs(exchanged)
             moved = distance(after, before, ~exchanged)
@@ -128,7 +159,7 @@ class _Runs:
             if shown.any() and not distance(after, before, shown) > 0:
                 raise Unseen(
                     f"{type(self.original).__name__} must be proven to keep documents apart, and other embeddings in "
-                    "every second document changed nothing, not even there: it takes its embeddings from where they "
+                    "some documents changed nothing, not even there: it takes its embeddings from where they "
                     "cannot be seen. Call fa2patch.verify(model, batch=batch), then fa2patch.apply(model, prove=False)."
                 )
 
@@ -143,15 +174,26 @@ class _Runs:
             )
 
     def from_alone(self) -> float:
-        """How far a document's outputs are from those in a row of its own, relative to the largest; 0 if unknown.
+        """How far documents' outputs are from those in rows of their own, relative to the largest; 0 if unknown.
 
-        Of a tree, it is the path of a segment. It is 0, too, if rounding moves the row as far, as kernels round by the
-        length of a row. It is unknown for pictures, whose parts are not known, if something draws random numbers that
-        cannot be made constant, as a kernel with dropout does, and if the document cannot be run by itself.
+        Of a tree, it is the paths of segments. It is 0, too, if rounding moves the row as far, as kernels round by the
+        length of a row. It is unknown for pictures, whose parts are not known, and if something draws random numbers
+        that cannot be made constant, as a kernel with dropout does.
         """
-        path = [] if passed(self.call, MEDIA) else self._telling_path()
-        if not path:
+        paths = [] if passed(self.call, MEDIA) else self._telling_paths()
+        if not paths:
             return 0.0
+        here, again = (self.outputs(None, seed, constant_draws=True) for seed in (0, 1))
+        if distance(again, here) > 0:
+            return 0.0
+        rows = here, self.outputs(None, constant_draws=True, rounded=True)
+        return max(self._from_alone(path, rows) for path in paths)
+
+    def _from_alone(self, path: list[RowSlice], rows: tuple[list[torch.Tensor], list[torch.Tensor]]) -> float:
+        """How far a path's outputs are from those in a row of its own, relative to the largest; 0 if it cannot be run.
+
+        ``rows`` are the outputs of the batch, and those with other rounding.
+        """
         call, labels = dict(self.call), self.call.get("labels")
         if labels is not None and tuple(labels.shape[:2]) != self.shape:  # one for each document
             del call["labels"]
@@ -159,36 +201,27 @@ class _Runs:
             own = on_its_own(call, path, self.shape)
             mask = packed_mask_of(own, vars(self.original)[MARK])
             assert mask is not None, "its length was stated"
-            alone = _Runs(self.model, self.original, own, mask)
+            alone = _Runs(self.model, self.original, own, mask, self.state)
             expected = alone.outputs(None, constant_draws=True)
         except Exception:  # code that cannot compute this document, or not without its labels
             return 0.0
-        here, again = (self.outputs(None, seed, constant_draws=True) for seed in (0, 1))
-        if distance(again, here) > 0:
-            return 0.0
-        inside, moved = (
-            [torch.cat([place.of(values) for place in path])[None] for values in each]
-            for each in (here, self.outputs(None, constant_draws=True, rounded=True))
-        )
-        far, rounding = _apart(expected, inside), roundings(self.dtype) * _apart(moved, inside)
+        inside, off = ([torch.cat([place.of(values) for place in path])[None] for values in each] for each in rows)
+        far, rounding = _apart(expected, inside), roundings(self.dtype) * _apart(off, inside)
         # the mean, because a token that gets another expert by rounding is as far as can be, and few do
         return float(far.max()) if far.mean() > rounding.mean() or far.max() > 2 * rounding.max() else 0.0
 
-    def _telling_path(self) -> list[RowSlice]:
-        """The segments of a short path, without padding, that has other places in this row than alone if any has.
-
-        The first document of a row has not. It is empty if all paths have padding.
-        """
+    def _telling_paths(self) -> list[list[RowSlice]]:
+        """The segments of all paths without padding, or of more than :data:`SHORT` of those that tell most."""
         slices, real = self._slices(), self.real.cpu().expand(self.shape)
         tree = Tree([place.length for place in slices], [place.parent for place in slices], torch.device("cpu"))
         paths = [[slices[each] for each in tree.path(leaf)] for leaf in tree.leaves]
         whole = [path for path in paths if all(place.of(real).all() for place in path)]
-
-        def order(path: list[RowSlice]) -> tuple[Any, ...]:
-            last, length = path[-1], sum(place.length for place in path)
-            return last.stop == length, length, last.row, last.start
-
-        return min(whole, key=order, default=[])
+        if len(whole) <= SHORT:
+            return whole
+        by_length = sorted(whole, key=lambda path: sum(place.length for place in path))
+        shortest = next((path for path in by_length if sum(place.length for place in path) > 1), by_length[0])
+        telling = (whole[0], whole[-1], shortest, by_length[-1])
+        return [path for at, path in enumerate(telling) if path not in telling[:at]]
 
     def outputs(
         self,
@@ -203,6 +236,8 @@ class _Runs:
         """
         found: list[torch.Tensor] = []
         torch.manual_seed(seed)
+        random.seed(seed)
+        numpy.random.seed(seed)
         handle = self.decoder.register_forward_hook(lambda *given: found.extend(self._of_tokens(given[-1])))
         try:
             with contextlib.ExitStack() as modes:
@@ -215,6 +250,7 @@ class _Runs:
 
     def _run(self, exchanged: torch.Tensor | None) -> Any:
         """The output of the model with other embeddings for some tokens. Sets ``leaf``."""
+        self.state.put_back()
         embeddings = Embeddings(exchanged, self.shape)
         call = dict(self.call)
         if isinstance(call.get("position_ids"), torch.Tensor):
@@ -268,13 +304,13 @@ class _Runs:
             module = self.decoder.get_submodule(name)
             meaning = locate.likely_reason(self.decoder, name, patched=True, tree=self.is_tree)
             where = f"first in {name or 'the base model itself'} ({type(module).__name__}): {meaning}"
-        batch, every_second, others = "batch", "document", "the documents between them"
+        batch, some, others = "batch", "documents", "other documents"
         if self.is_tree:
-            batch, every_second, others = "batch of such segments", "segment and what continues it", "other segments"
+            batch, some, others = "batch of such segments", "segments and what continues them", "other segments"
         return (
-            f"{self.suspect()}, so this packed {batch} was run with other tokens in every second {every_second}, and "
-            f"{others} {how}; {where}. Nothing was computed. Take that module out, let it look at one token at a time, "
-            "or train this model padded."
+            f"{self.suspect()}, so this packed {batch} was run with other tokens in some {some}, and {others} {how}; "
+            f"{where}. Nothing was computed. Take that module out, let it look at one token at a time, or train this "
+            "model padded."
         )
 
     def _first_module(self, exchanged: torch.Tensor) -> str | None:

@@ -2,8 +2,8 @@
 
 Its hooks, buffers and modes are its own, and a gate that is zero may have another value in it. So are functions on its
 modules that hold a module in their closure, as a forward does that calls the one in whose place it was put. Only a
-forward that calls the model itself past the replica is proven on the model, as a sharded one is. A hook that only looks
-is called, too, because nothing says beforehand that it only looks.
+forward that calls the model itself past the replica is proven on the model, as a sharded one is, and one that reads
+what hooks keep.
 """
 
 from __future__ import annotations
@@ -104,23 +104,29 @@ def _of_copies(function: types.FunctionType, copies: dict[int, Any]) -> Any:
 
 
 @torch.no_grad()
+def open_gates(model: Model, gates: Iterable[torch.nn.Module]) -> None:
+    """Give parameters that are all zero in ``gates`` small random values: others in their place, in a whole model."""
+    generator = torch.Generator().manual_seed(0)
+    held = {id(each): each for gate in gates for module in _own(gate) for each in module._parameters.values()}
+    opened = {}
+    for name, parameter in held.items():
+        if parameter is not None and _is_zero(parameter):
+            values = (torch.randn(parameter.shape, generator=generator) * 0.1).to(parameter)
+            opened[name] = torch.nn.Parameter(values, requires_grad=False)
+    for module in _own(model):
+        module._parameters.update({name: opened[id(p)] for name, p in module._parameters.items() if id(p) in opened})
+
+
 def _share_parameters(model: Model, gates: Iterable[torch.nn.Module]) -> None:
     """Let a copy's parameters be the same numbers without a gradient, but random where a gate's are all zero."""
-    generator = torch.Generator().manual_seed(0)
-    of_gates = {id(each) for gate in gates for module in _own(gate) for each in module._parameters.values()}
+    open_gates(model, gates)
     shared: dict[int, torch.nn.Parameter] = {}
     for module in _own(model):
         for name, parameter in module._parameters.items():
-            if parameter is None:
-                continue
-            if id(parameter) not in shared:
-                shared[id(parameter)] = parameter
-                if id(parameter) in of_gates and _is_zero(parameter):
-                    values = (torch.randn(parameter.shape, generator=generator) * 0.1).to(parameter)
-                    shared[id(parameter)] = torch.nn.Parameter(values, requires_grad=False)
-                elif type(parameter) is torch.nn.Parameter and parameter.requires_grad:  # no other package's class
+            if type(parameter) is torch.nn.Parameter and parameter.requires_grad:  # no other package's class
+                if id(parameter) not in shared:
                     shared[id(parameter)] = torch.nn.Parameter(parameter.detach(), requires_grad=False)
-            module._parameters[name] = shared[id(parameter)]
+                module._parameters[name] = shared[id(parameter)]
 
 
 def _own(model: torch.nn.Module | Model) -> Iterator[torch.nn.Module]:

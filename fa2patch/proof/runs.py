@@ -15,6 +15,7 @@ from .._types import Args, Call, Model
 from ..comparison import tensors
 from ..errors import PackingNotIsolated
 from .split_rows import WholeRows
+from .state import State
 
 _ROUNDING, _ROUNDING_IN_HALF = {torch.float64: 1e-12, torch.float32: 1e-5}, 1e-2
 _NEAR, _NEAR_IN_HALF = {torch.float64: 1e-9, torch.float32: 1e-4}, 5e-2
@@ -114,13 +115,12 @@ def picks(runs: Iterable[Callable[[], object]], tokens: int) -> bool:
 def left_as_it_was(model: Model, evaluates: bool = True) -> Iterator[None]:
     """Put a model in eval mode with gradients enabled, and restore it afterwards, also after an error.
 
-    Attributes, buffers, hooks and gradients of its modules and the random state are restored. The values of parameters
-    are not saved. Without ``evaluates``, its modules keep their modes.
+    What its modules keep (:class:`State`), their hooks and gradients and the random state are restored. The values of
+    parameters are not saved. Without ``evaluates``, its modules keep their modes.
     """
     modules = [module for module in model.modules() if isinstance(module, torch.nn.Module)]
-    attributes = [dict(vars(module)) for module in modules]
-    tables = [{name: dict(vars(module)[name]) for name in ("_buffers", *_HOOKS)} for module in modules]
-    values = [(buffer, buffer.detach().clone()) for buffer in model.buffers() if buffer.device.type != "meta"]
+    hooks = [(vars(module)[name], dict(vars(module)[name])) for module in modules for name in _HOOKS]
+    state = State(modules)
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
     with contextlib.ExitStack() as stack:
@@ -134,17 +134,10 @@ def left_as_it_was(model: Model, evaluates: bool = True) -> Iterator[None]:
                 model.eval()
             yield
         finally:
-            with torch.no_grad():
-                for buffer, value in values:
-                    if not torch.equal(buffer, value):
-                        buffer.copy_(value)
-            for module, before, table in zip(modules, attributes, tables):
-                for name, entries in table.items():
-                    held = before[name]
-                    held.clear()
-                    held.update(entries)
-                vars(module).clear()
-                vars(module).update(before)
+            state.put_back()
+            for table, entries in hooks:
+                table.clear()
+                table.update(entries)
             for parameter, gradient in gradients:
                 parameter.grad = gradient
 

@@ -24,17 +24,7 @@ from ..upstream.find_layers import ModelLayers
 from ..upstream.find_models import named_modules
 from ..upstream.foreign import below_ours, is_known, where_defined
 from ..upstream.step import MARK, PADDING, ROLE
-
-HOOKS = {
-    "_forward_pre_hooks": "a forward pre-hook",
-    "_forward_hooks": "a forward hook",
-    "_backward_pre_hooks": "a backward pre-hook",
-    "_backward_hooks": "a backward hook",
-}
-"""The tables of a module's hooks, and what each holds."""
-
-EVERYWHERE = tuple((what, getattr(torch.nn.modules.module, f"_global{table}")) for table, what in HOOKS.items())
-"""The tables of torch's hooks of all modules, each after what it holds."""
+from .looking import EVERYWHERE, HOOKS, WatchedHook, has_only_looked
 
 _nn = torch.nn
 _BY_TOKEN = (
@@ -60,11 +50,11 @@ _of_class, _code_of = attrgetter("forward", "__call__"), attrgetter("__code__")
 def unknown(model: ModelLayers) -> str:
     """What is unknown in a model and its layers, with its name and where it is defined; empty if there is nothing.
 
-    That is, in this order: a module's class, its own forward, a hook or another function that it holds, whose code is
-    not known, or that is scripted; a hook of all modules; a function of Transformers' modeling code that was replaced;
-    a module of torch's that looks along the row, outside layers that are patched; an attention
-    layer that computes attention by itself, because such models do not claim flash attention; an architecture, or a
-    release of Transformers, that the compatibility matrix has not found isolated.
+    That is, in this order: a module's class, its own forward, or another function that it holds, whose code is not
+    known, or that is scripted; a hook of it, or of all modules, that changes something; a function of Transformers'
+    modeling code that was replaced; a module of torch's that looks along the row, outside layers that are patched; an
+    attention layer that computes attention by itself, because such models do not claim flash attention; an
+    architecture, or a release of Transformers, that the compatibility matrix has not found isolated.
     """
     return next(_unknown(model), "")
 
@@ -107,15 +97,20 @@ def _code(modules: dict[str, Any]) -> Iterator[tuple[str, Any]]:
             yield from ((name, function) for function in _forwards(module))
         for table, what in HOOKS.items():
             if held.get(table):
-                yield from ((f"{what} of {name}", hook) for hook in held[table].values())
+                yield from ((f"{what} of {name}", hook) for hook in _changing(held[table]))
         for attribute, value in held.items():  # an activation, for example
             if attribute in _NO_FUNCTIONS or not callable(value) or isinstance(value, (_nn.Module, type)):
                 continue
             yield f"the attribute {attribute} of {name}", value
     for what, everywhere in EVERYWHERE:
-        yield from ((f"{what} of all modules", hook) for hook in everywhere.values())
+        yield from ((f"{what} of all modules", hook) for hook in _changing(everywhere))
     for home, name in replaceable(map(type, modules.values())):
         yield f"{home}.{name}", vars(sys.modules[home])[name]
+
+
+def _changing(table: dict[int, Any]) -> list[Any]:
+    hooks = [hook for hook in table.values() if not has_only_looked(hook)]
+    return [hook.function if isinstance(hook, WatchedHook) else hook for hook in hooks]
 
 
 def replaceable(classes: Iterable[type]) -> Iterator[tuple[str, str]]:
@@ -160,7 +155,9 @@ class Structure:
 
     Attributes:
         number: changes with modules, their classes, the code that they run and its hooks. What fa2patch itself has put
-            there does not count.
+            there does not count, nor does a hook that is watched, or is known and draws no
+            random numbers.
+        watches: whether a hook is watched.
     """
 
     def __init__(self, model: Model) -> None:
@@ -183,10 +180,12 @@ class Structure:
         plain = (getattr(each, "__func__", each) for each in inside)  # a method holds a function
         self._with_code = list(dict.fromkeys(each for each in plain if isinstance(each, FunctionType)))
         self._codes = list(map(_code_of, self._with_code))
+        self.watches = any(isinstance(hook, WatchedHook) for table in hooked for hook in table.values())
         self.number = self._number(children, hooked)
 
     def _number(self, children: list[Any], hooked: list[Any]) -> int:
-        hooks = [hook for table in hooked for hook in table.values() if hook not in _OUR_HOOKS]
+        hooks = [hook for table in hooked for hook in table.values() if not isinstance(hook, WatchedHook)]
+        hooks = [hook for hook in hooks if hook not in _OUR_HOOKS and (inspecting.draws(hook) or not is_known(hook))]
         of_kinds = [each for forward, call in self._of_kinds for each in (below_ours(forward), call)]
         functions = [each for each in self._forwards if each is not None] + hooks + of_kinds + self._functions
         # ids of functions may come again; most functions have code themselves, and asking for it calls nothing

@@ -10,6 +10,7 @@ import torch
 
 from .._torch import compiling, uncompiled
 from .._types import Call, Function, Model
+from ..comparison import version
 from ..documents.boundaries import Boundaries
 from . import attached, inspecting
 from .calls import batch_shape
@@ -82,9 +83,9 @@ class ByDocument:
         if compiling():
             return self.function(*args, **kwargs)
         last = args[-1] if args else None
-        before = _version(last)
+        before = version(last)
         output = self.function(*args, **kwargs)
-        self.added = (output is not None and output is not last) or _version(last) != before
+        self.added = (output is not None and output is not last) or version(last) != before
         return output
 
     @uncompiled
@@ -140,13 +141,6 @@ def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
             yield value
         elif isinstance(value, tuple):
             yield from _tensors(value)
-
-
-def _version(value: Any) -> float:
-    """A number that is another one after a tensor was changed in place. Those of inference mode count no changes."""
-    if not isinstance(value, torch.Tensor):
-        return 0
-    return float(value.sum()) if value.is_inference() else value._version
 
 
 class ScaledEmbeddings(Trait):

@@ -77,9 +77,7 @@ def packed_mask_of(
         call["attention_mask"] = (batch.mask != 0).to(batch.mask.dtype)
     ids, pictures = batch.position_ids, has_pictures(call)
     if ids is None or pictures:
-        ids = call["position_ids"] = _position_ids(call, patch, batch, rows.shape, found, part)
-    for name in LENGTHS if pictures else ():  # 5.10 to 5.16 pass them on to the vision tower, which has its own
-        call.pop(name, None)
+        ids = call["position_ids"] = _position_ids(call, patch, batch, rows.shape, found, part, pictures)
     longest = rows.shape[1] if found.positions is None else found.positions  # the row's length is enough
     if facts.rope is not None:
         longest = _within_rope(found, facts.rope, rows.shape, ids, part is not None)
@@ -200,7 +198,13 @@ def _recognised(
 
 
 def _position_ids(
-    call: Call, patch: Patched, batch: Batch, shape: tuple[int, int], found: Boundaries, part: RowPart | None
+    call: Call,
+    patch: Patched,
+    batch: Batch,
+    shape: tuple[int, int],
+    found: Boundaries,
+    part: RowPart | None,
+    pictures: bool,
 ) -> torch.Tensor:
     """The position ids of a packed batch: those on several axes for its pictures, those that it has, or a count.
 
@@ -208,7 +212,9 @@ def _position_ids(
     them from ``input_ids``: the padding token, one below it, has the id of its own number. A real token may be one.
     Those behind it then count on without it.
     """
-    on_axes = axes.of_pictures(patch.model, call, found, batch.mask) if has_pictures(call) else None
+    for name in LENGTHS if pictures else ():  # 5.10 to 5.16 pass them on to the vision tower, which has its own
+        call.pop(name, None)
+    on_axes = axes.of_pictures(patch.model, call, found, batch.mask) if pictures else None
     if on_axes is not None or batch.position_ids is not None:
         return batch.position_ids if on_axes is None else on_axes
     counted = found.positions_of(shape).to(batch.device)

@@ -25,7 +25,7 @@ from ..documents.names import IGNORED_LABEL, LABELS, LENGTHS, PARENTS, REAL
 from ..documents.tensors import described
 from ..errors import BadBatch, NothingPacked, PackingNotIsolated
 from . import attached, caches, foreign, heads, inspecting, labels, positions
-from .calls import Calls, batch_shape, has_pictures, is_for_queries, passed
+from .calls import Calls, batch_shape, is_for_queries, passed
 from .find_documents import packed_mask_of
 from .find_layers import Layer
 from .find_models import models
@@ -317,6 +317,7 @@ def _dense(step: Step, mask: None = None) -> Any:
             step.call["position_ids"] = attached.attach(step.call["position_ids"], attached.Piece(attached.MASK, None))
         return step.calls.make(step.module, step.args, step.call)
     before = thread.times
+    step.patch.computes_packed = False
     if not found_around(step):
         _count_unpacked(step)
     thread.inside.append((step.patch, step.call.get("position_ids"), step.call.get("attention_mask")))

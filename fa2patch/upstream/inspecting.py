@@ -86,13 +86,26 @@ def draws(function: object) -> bool:
         if code is None or code in seen or getattr(one, "__module__", "").partition(".")[0] == "torch":
             continue
         seen.add(code)
-        names = {name for each in _with_nested(code) for name in each.co_names}
+        names = names_within(one)
         if names & DRAWS:
             return True
         called = getattr(one, "__globals__", {})
         waiting += [value for value in enclosed(one).values() if callable(value)]
         waiting += [called[name] for name in names if isinstance(called.get(name), FunctionType)]
     return False
+
+
+def names_within(function: object) -> frozenset[str]:
+    """The global names and attributes that a function's code uses, and that of functions that are defined in it."""
+    code = code_called(function)
+    return frozenset(() if code is None else (name for each in _with_nested(code) for name in each.co_names))
+
+
+def words_within(function: object) -> frozenset[str]:
+    """The :func:`names_within`, and the texts of that code, by which ``getattr`` finds an attribute."""
+    code = code_called(function)
+    constants = () if code is None else (value for each in _with_nested(code) for value in each.co_consts)
+    return names_within(function).union(value for value in constants if isinstance(value, str))
 
 
 def _with_nested(code: CodeType) -> Iterator[CodeType]:

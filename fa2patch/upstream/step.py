@@ -110,6 +110,7 @@ class Patched(Protocol):
     unpacked: int | None
     stated: bool
     may_be_overwritten: int
+    computes_packed: bool
     vouched: bool
     skips: bool
     tally: Tally

@@ -31,6 +31,7 @@ from unknown_modules import Around, harmless, mixed, mixes_gradients, wrapped_ml
 import fa2patch
 from compat_matrix.check.compare import assert_close
 from fa2patch import errors
+from fa2patch.proof.looking import WatchedHook
 from fa2patch.proof.unknown import unknown
 from fa2patch.upstream import foreign
 from fa2patch.upstream.find_layers import ModelLayers
@@ -181,6 +182,8 @@ def test_a_hook_on_gradients_alone_is_refused_in_training(prove):
     model = llama().train()
     backward_hook(model)
     fa2patch.apply(model, prove=prove)
+    loss = model(**labelled()).loss  # the hook is watched in the backward that runs anyway
+    refused(loss.backward, "gradient")
     refused(lambda: model(**labelled()), "gradient")
     with torch.no_grad():
         model(**told())  # nobody asks for a gradient
@@ -220,7 +223,7 @@ def test_a_hook_of_all_modules_is_refused(where, after):
         if not after:
             fa2patch.apply(model)
         with pytest.raises(errors.PackingNotIsolated, match="of all modules"):
-            model(**labelled())
+            model(**labelled()).loss.backward()
     finally:
         handle.remove()
     model(**labelled())
@@ -314,7 +317,9 @@ def test_hooks_of_deepspeeds_engine_need_no_proof_and_its_layers_do(module, is_k
     monkeypatch.setattr(foreign, "_folder", foreign._folder.__wrapped__)  # without its cache
     model, others = llama(), {name: loaded for name, loaded in sys.modules.items() if name.split(".")[0] != "deepspeed"}
     with mock.patch.dict(sys.modules, others, clear=True):
-        model.register_forward_pre_hook(importlib.import_module(module).hook)
+        hook = WatchedHook(importlib.import_module(module).hook)
+        hook.changes = True
+        model.register_forward_pre_hook(hook if not foreign.is_known(hook.function) else hook.function)
         found = unknown(ModelLayers(model))
     assert not found if is_known else f"{module}.hook" in found
 

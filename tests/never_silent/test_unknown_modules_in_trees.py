@@ -1,5 +1,6 @@
 """Unknown modules in batches of segments with parents: no branch may see its sibling, and no tree another one."""
 
+import itertools
 import random
 
 import pytest
@@ -11,7 +12,7 @@ from unknown_modules import MIXING, Around, harmless, wrapped_mlp
 import fa2patch
 from fa2patch.documents.trees import Tree
 from fa2patch.patch import examining
-from fa2patch.proof.inputs import parities
+from fa2patch.proof.inputs import exchanges
 
 SIBLINGS = [(5, -1), (4, 0), (3, 0), (1, 0)]
 CHAINS = [(5, -1), (4, 0), (3, -1), (2, 2)]
@@ -47,9 +48,7 @@ def test_a_module_that_mixes_is_named_on_the_first_tree(mix, row):
         for _ in range(2):
             model(**rows_of_segments(row))
     if isinstance(caught.value, fa2patch.errors.PackingNotIsolated):
-        assert "other tokens in every second segment and what continues it, and other segments changed" in str(
-            caught.value
-        )
+        assert "other tokens in some segments and what continues them, and other segments changed" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -146,40 +145,43 @@ def test_a_compiled_tree_is_proven_on_an_example():
 def test_the_example_of_a_tree_shows_a_leak_between_siblings():
     """The second document, or the first branch of the example's tree, is shown to the third."""
     patch = fa2patch.status(shows(7, 19, 20))
-    assert "in every second segment" in examining._examined(patch.examination.number, True)
-    assert "in every second document" in examining._examined(patch.examination.number, False)
-    patch = fa2patch.status(shows(0, 19, 20))  # a token of the prompt
-    assert not examining._examined(patch.examination.number, True)
+    assert "in some segments" in examining._examined(patch.examination.number, True)
+    assert "in some documents" in examining._examined(patch.examination.number, False)
+    patch = fa2patch.status(shows(0, 19, 20))  # a token of the prompt, at a place that its path alone has not
+    assert "in a row of its own" in examining._examined(patch.examination.number, True)
 
 
 # The sets that are exchanged
 
 
-def test_documents_are_exchanged_by_parity_and_empty_ones_do_not_count():
-    found = list(parities(Tree((2, 0, 3, 1), (-1,) * 4, CPU)))
-    assert [(one, three, four) for one, _, three, four in found] == [(True, False, True), (False, True, False)]
+def test_documents_are_exchanged_by_bits_and_the_first_alone_and_empty_ones_do_not_count():
+    found = exchanges(Tree((2, 0, 3, 1), (-1,) * 4, CPU))
+    sets = [tuple(at for at, chosen in zip("134", (one, *others)) if chosen) for one, _, *others in found]
+    assert sets == [("1", "4"), ("3",), ("1", "3"), ("4",), ("1",)]
+    assert len(exchanges(Tree((1,) * 2, (-1,) * 2, CPU))) == 2
+    assert len(exchanges(Tree((1,) * 64, (-1,) * 64, CPU))) == 2 * 6 + 1
 
 
-def test_a_prompt_is_exchanged_with_its_branches_and_branches_by_parity():
-    found = list(parities(Tree((2, 1, 1, 1), (-1, 0, 0, 0), CPU)))
-    assert found == [[False, True, False, True], [False, False, True, False]]
-    found = list(parities(Tree((2, 1, 3), (-1, 0, -1), CPU)))
+def test_a_prompt_is_exchanged_with_its_branches_and_branches_by_bits():
+    found = exchanges(Tree((2, 1, 1, 1), (-1, 0, 0, 0), CPU))
+    apart = [[1, 3], [2], [1, 2], [3]]
+    assert found == [[at in chosen for at in range(4)] for chosen in apart]
+    found = exchanges(Tree((2, 1, 3), (-1, 0, -1), CPU))
     assert found == [[True, True, False], [False, False, True], [False, True, False]]
 
 
 @pytest.mark.parametrize("seed", range(50))
-def test_neighbours_are_kept_apart_and_descendants_go_along(seed):
+def test_any_two_siblings_are_kept_apart_and_descendants_go_along(seed):
     drawn = random.Random(seed)
     parents = [-1] + [drawn.randrange(-1, at) for at in range(1, drawn.randint(2, 20))]
     tree = Tree([drawn.randint(1, 3) for _ in parents], parents, CPU)
-    sets = list(parities(tree))
+    sets = exchanges(tree)
     for chosen in sets:
         assert any(chosen) and not all(chosen)
         assert all(chosen[at] for at, parent in enumerate(parents) if parent >= 0 and chosen[parent])
     for parent in {*parents}:
         siblings = [at for at, one in enumerate(parents) if one == parent]
-        for one, other in zip(siblings, siblings[1:]):
+        for one, other in itertools.permutations(siblings, 2):
             assert any(chosen[one] and not chosen[other] for chosen in sets)
-            assert any(chosen[other] and not chosen[one] for chosen in sets)
         if parent >= 0:
             assert all(any(chosen[at] and not chosen[parent] for chosen in sets) for at in siblings)

@@ -36,8 +36,9 @@ def near(dtype: torch.dtype) -> float:
 def roundings(dtype: torch.dtype) -> float:
     """How many times as far as by :class:`Rounded` two right results may be apart in the mean.
 
-    In a hundred architectures and in models of 24 layers, documents packed and alone were 2.4 times as far apart at
-    most, and half as far in half precision, where kernels add up in float32, so that few numbers round otherwise.
+    Measured on random weights of a part of the matrix's architectures, in five dtypes: documents packed and alone were
+    2.4 times as far apart at most, and half as far in half precision, where kernels add up in float32, so that few
+    numbers round otherwise.
     """
     return 4.0 if torch.finfo(dtype).bits > 16 else 1.0
 

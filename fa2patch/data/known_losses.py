@@ -46,7 +46,7 @@ _SUM = 2
 """The number of ``reduction="sum"`` in torch's graphs (``at::Reduction``)."""
 
 _SAME_VALUE = ("ToCopyBackward0", "ViewBackward0", "AliasBackward0", "_DDPSinkBackward")
-"""Nodes of a graph behind which stands the same number."""
+"""Nodes of a graph behind which stands the same number. DDP's has all outputs of a model, in their order."""
 
 
 def digest(function: Any) -> str:
@@ -127,9 +127,12 @@ def is_compiled(loss: torch.Tensor) -> bool:
 
 
 def _chain(loss: torch.Tensor) -> Iterator[Any]:
-    """The nodes of a loss's graph from its end, as long as each depends on one other node."""
+    """The nodes of a loss's graph from its end, as long as each depends on one other node, or hands several on."""
     node: Any = loss.grad_fn
+    number = loss.output_nr
     while node is not None:
         yield node
-        behind = [each for each, _ in node.next_functions if each is not None]
-        node = behind[0] if len(behind) == 1 else None
+        behind = [each for each in node.next_functions if each[0] is not None]
+        if len(behind) != 1 and node.name() not in _SAME_VALUE:
+            return
+        node, number = behind[number if len(behind) > 1 else 0] if behind else (None, 0)

@@ -36,7 +36,7 @@ MODULE = "transformers.trainer"
 
 LOADERS = ("get_train_dataloader", "get_eval_dataloader", "get_test_dataloader")
 
-_leave_first_out = WeakIdKeyDictionary()  # type: ignore[no-untyped-call]
+_leave_first_out = WeakIdKeyDictionary()
 """For each Trainer, whether its count leaves out the first label of each row. One that is a dataclass has no hash."""
 
 
@@ -75,7 +75,7 @@ def _counted(original: Function) -> Function:
             row = torch.ones(1000, 2, dtype=torch.int64)  # several: the number may be divided by that of the devices
             without = row.masked_fill(torch.tensor([True, False]), -100)
             _leave_first_out[self] = bool(number([{"labels": row}]) == number([{"labels": without}]))
-        if _leave_first_out.get(self):
+        if self in _leave_first_out and _leave_first_out[self]:
             return number([without_first_labels(self.model, batch) for batch in batch_samples])
         return number([_as_given(batch) for batch in batch_samples])
 

@@ -52,7 +52,7 @@ class Patcher:
         self._computed: list[tuple[str, Tally]] = []  # of each patched model, which may be gone in the end
         # trainers, some of which are dataclasses and have no hash: those whose models compute padded batches packed,
         # and those of which a line about --collate was printed
-        self._packing, self._told = WeakIdKeyDictionary(), WeakIdKeyDictionary()  # type: ignore[no-untyped-call]
+        self._packing, self._told = WeakIdKeyDictionary(), WeakIdKeyDictionary()
         self._under_way: set[int] = set()  # ids of trainers and holders that are constructed
         self._trained = False
         self._model_classes: tuple[Any, ...] = ()

@@ -51,9 +51,10 @@ def rope_index(model: Model, tokens: torch.Tensor, mask: torch.Tensor, given: Ca
         named["audio_seqlens"] = given[HEARD].long().sum(-1)
     if _FROM_FILM in given:
         named[_FROM_FILM] = bool(given[_FROM_FILM])
-    taken = inspecting.parameter_names(model.get_rope_index)
+    count: Any = getattr(model, COUNTS)
+    taken = inspecting.parameter_names(count)
     call = {name: named[name] for name in taken if named.get(name) is not None}
-    ids: torch.Tensor = model.get_rope_index(**{**call, "input_ids": tokens, "attention_mask": mask})[0]
+    ids: torch.Tensor = count(**{**call, "input_ids": tokens, "attention_mask": mask})[0]
     return ids[-3:]
 
 
@@ -98,7 +99,7 @@ def _in_rows(model: Model, call: Call, lengths: list[int]) -> torch.Tensor:
     tokens = call["input_ids"]
 
     def rows(value: torch.Tensor) -> torch.Tensor:
-        return pad_sequence(value.flatten().split(lengths), batch_first=True)
+        return pad_sequence(torch.split(value.flatten(), lengths), batch_first=True)
 
     mask = rows(torch.ones_like(tokens))
     of_tokens = {name: rows(value) for name, value in call.items() if _is_of_tokens(value, tokens)}

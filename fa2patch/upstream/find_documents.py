@@ -215,8 +215,9 @@ def _position_ids(
     for name in LENGTHS if pictures else ():  # 5.10 to 5.16 pass them on to the vision tower, which has its own
         call.pop(name, None)
     on_axes = axes.of_pictures(patch.model, call, found, batch.mask) if pictures else None
-    if on_axes is not None or batch.position_ids is not None:
-        return batch.position_ids if on_axes is None else on_axes
+    ids = batch.position_ids if on_axes is None else on_axes
+    if ids is not None:
+        return ids
     counted = found.positions_of(shape).to(batch.device)
     tokens, first = call.get("input_ids"), patch.facts.first_position
     if part is not None:
@@ -226,7 +227,8 @@ def _position_ids(
     real = (tokens != first - 1).flatten().long()
     before = real.cumsum(0) - real
     starts = torch.arange(len(real), device=real.device) - counted.flatten()
-    return (first - 1 + (before - before[starts] + 1) * real).view(counted.shape)
+    counted = (first - 1 + (before - before[starts] + 1) * real).view(counted.shape)
+    return counted
 
 
 def _refuse_what_cannot_be_packed(call: Call, batch: Batch, training: bool, captured: bool) -> None:

@@ -271,7 +271,7 @@ def agreed(number: int, why: str = "") -> int:
     refused = next((why for each, why in met if each == FAILED), None)
     if refused is not None:
         raise PackingError(refused)
-    most = max(each for each, _ in met)
+    most: int = max(each for each, _ in met)
     whole = next((why for each, why in met if not each), None)
     if most > 1 and whole is not None:
         raise PackingError(

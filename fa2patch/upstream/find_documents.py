@@ -205,10 +205,12 @@ def _position_ids(
     Those behind it then count on without it.
     """
     on_axes = axes.of_pictures(patch.model, call, found, batch.mask) if has_pictures(call) else None
-    if on_axes is not None or batch.position_ids is not None:
-        return batch.position_ids if on_axes is None else on_axes
+    ids = batch.position_ids if on_axes is None else on_axes
+    if ids is not None:
+        return ids
     counted = found.positions_of(shape).to(batch.device)
-    tokens, first = call.get("input_ids"), patch.facts.first_position
+    tokens: torch.Tensor | None = call.get("input_ids")
+    first = patch.facts.first_position
     if part is not None:
         return part.own(counted) + first
     if tokens is None or not first:

@@ -41,7 +41,7 @@ def takes_text_axis(decoder: Model) -> bool:
     return inspecting.has_constant(type(decoder).forward, 4)
 
 
-def rope_index(model: Model, tokens: torch.Tensor, mask: torch.Tensor, given: Call) -> torch.Tensor:
+def rope_index(model: Any, tokens: torch.Tensor, mask: torch.Tensor, given: Call) -> torch.Tensor:
     """Time, height and width ids ``[3, batch, length]`` of a batch, as the model's ``get_rope_index`` counts them.
 
     ``given`` are the other arguments of the batch, of which those that it takes are handed on.
@@ -99,7 +99,7 @@ def _in_rows(model: Model, call: Call, lengths: list[int]) -> torch.Tensor:
     tokens = call["input_ids"]
 
     def rows(value: torch.Tensor) -> torch.Tensor:
-        return pad_sequence(torch.split(value.flatten(), lengths), batch_first=True)
+        return pad_sequence([*torch.split(value.flatten(), lengths)], batch_first=True)
 
     mask = rows(torch.ones_like(tokens))
     of_tokens = {name: rows(value) for name, value in call.items() if _is_of_tokens(value, tokens)}

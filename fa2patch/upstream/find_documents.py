@@ -219,7 +219,8 @@ def _position_ids(
     if ids is not None:
         return ids
     counted = found.positions_of(shape).to(batch.device)
-    tokens, first = call.get("input_ids"), patch.facts.first_position
+    tokens: torch.Tensor | None = call.get("input_ids")
+    first = patch.facts.first_position
     if part is not None:
         return part.own(counted) + first
     if tokens is None or not first:

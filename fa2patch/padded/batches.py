@@ -233,7 +233,7 @@ def _exceeds(base: Any, call: Call) -> bool:
     tokens = next(iter(passed(call, TOKENS).values()), None)
     if patch is None or patch.budget is None or tokens is None:
         return False
-    return tokens.shape[:2].numel() > patch.budget.max_tokens
+    return bool(tokens.shape[:2].numel() > patch.budget.max_tokens)
 
 
 def _with_mask(call: Call) -> Call:

@@ -358,7 +358,7 @@ def _apart(found: list[torch.Tensor], expected: list[torch.Tensor]) -> torch.Ten
             size = torch.where(other.isfinite(), other.float(), 0.0).square().mean().sqrt().clamp(min=1e-30)
             off = torch.where(same, 0.0, one.float() - other.float()).square().mean(-1).sqrt() / size
             far.append(off.flatten().nan_to_num(float("inf")).detach().cpu())
-    return torch.stack(torch.broadcast_tensors(*far)).amax(0)
+    return torch.stack(torch.broadcast_tensors(*far)).amax(0)  # type: ignore[no-untyped-call]
 
 
 def _pooled_segments(tree: Tree, mask: PackedMask) -> torch.Tensor:

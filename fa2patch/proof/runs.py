@@ -84,7 +84,9 @@ def _products() -> Collection[Any]:
     """Torch's own table of operators that do matrix products."""
     from torch.utils import flop_counter  # a proof needs it, and most processes make none
 
-    return getattr(flop_counter, "flop_registry", None) or flop_counter.flop_mapping  # the second in torch 2.1
+    names = ("flop_registry", "flop_mapping")  # the second in torch 2.1
+    found: Collection[Any] = next(getattr(flop_counter, name) for name in names if hasattr(flop_counter, name))
+    return found
 
 
 def picks(runs: Iterable[Callable[[], object]], tokens: int) -> bool:

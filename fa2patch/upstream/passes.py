@@ -225,7 +225,8 @@ def _pass(units: Sequence[_Unit], whole: Boundaries, shapes: StillShapes) -> Pas
 def _in_passes(step: Step, mask: PackedMask, passes: Sequence[Pass], compute: Callable[[Step], Any]) -> Any:
     """Compute a batch in passes, each a checkpoint, and join what they return."""
     of_devices = {parameter.device: parameter for parameter in step.module.parameters()}.values()
-    again, compiler, outputs, calls = len(passes) > 1 and torch.is_grad_enabled(), _graphs.compiler, [], []
+    again, compiler, outputs = len(passes) > 1 and torch.is_grad_enabled(), _graphs.compiler, []
+    calls: list[list[Any]] = []
     for each in passes:
         tokens = torch.from_numpy(each.tokens).to(mask.device)
 
@@ -242,7 +243,7 @@ def _in_passes(step: Step, mask: PackedMask, passes: Sequence[Pass], compute: Ca
 
         # a checkpoint keeps the random numbers of the devices that its arguments are on
         outputs.append(checkpoint(run, *of_devices, use_reentrant=False) if again else run())
-    mask.calls[:] = min(calls, key=len)  # a model around this one counts the layers
+    mask.calls[:] = min(calls, key=lambda each: len(each))  # a model around this one counts the layers
     return _joined(outputs, passes, mask.shape, "output")
 
 
@@ -255,7 +256,7 @@ class _Graphs(threading.local):
 _graphs = _Graphs()
 
 
-@torch.compiler.disable(recursive=False)
+@torch.compiler.disable(recursive=False)  # type: ignore[no-untyped-call,untyped-decorator]
 def outside_graphs(function: Callable[..., Any], *args: Any) -> Any:
     """Call a function eagerly in the middle of a graph, which breaks there. Passes inside are compiled again."""
     before, compiler = _graphs.compiler, set_eval_frame(None)

@@ -17,7 +17,6 @@ from .._types import Call, Model
 from ..documents.boundaries import Boundaries
 from ..errors import Fa2PatchError, NothingProven, PackingNotIsolated
 from ..proof import looking
-from ..proof.state import State, names_of
 from ..proof.unknown import Structure, mode_of, unknown
 from ..upstream import attached, heads
 from ..upstream.find_layers import ModelLayers
@@ -235,6 +234,8 @@ def _prove(patch: Examined, due: set[tuple[str, int]], module: Model, call: Call
     except proving.Unseen as error:
         raise PackingNotIsolated(str(error)) from None
     if held:
+        from ..proof.state import State, names_of
+
         names = names_of(patch.model)
         looking.thread.read = lambda: State(patch.model.modules(), read_by=names)
     patch.examination.proven |= due

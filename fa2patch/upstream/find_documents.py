@@ -14,7 +14,7 @@ from ..documents.names import LENGTHS, PARENTS
 from ..documents.stated import from_cu_seqlens
 from ..documents.tensors import largest
 from ..errors import BadParents, PackedWithCache, PackedWithDenseMask, PackingNotIsolated
-from . import axes, caches
+from . import caches
 from .calls import Batch, has_pictures, read_batch, refuse_recording
 from .packed_mask import PackedMask
 from .rope import LengthScaled
@@ -214,7 +214,11 @@ def _position_ids(
     """
     for name in LENGTHS if pictures else ():  # 5.10 to 5.16 pass them on to the vision tower, which has its own
         call.pop(name, None)
-    on_axes = axes.of_pictures(patch.model, call, found, batch.mask) if pictures else None
+    on_axes = None
+    if pictures:
+        from . import axes  # which few models need
+
+        on_axes = axes.of_pictures(patch.model, call, found, batch.mask)
     ids = batch.position_ids if on_axes is None else on_axes
     if ids is not None:
         return ids

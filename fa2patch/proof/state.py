@@ -18,7 +18,7 @@ import torch
 from .._types import Model
 from ..comparison import version
 from ..upstream import inspecting
-from ..upstream.foreign import is_known
+from ..upstream.foreign import is_known, is_of_transformers
 from .looking import HOOKS, WatchedHook, place, watched
 
 _TABLES = frozenset(
@@ -54,6 +54,9 @@ class State:
         self._entered: dict[int, Any] = {}  # kept alive, so that no other object gets an id of these
         self._contents: list[tuple[Any, Any]] = []
         waiting: list[Any] = [*modules]
+        self._tables = [
+            (vars(each)[name], {*vars(each)[name]}) for each in waiting for name in HOOKS if name in vars(each)
+        ]
         self._homes = {type(each).__module__ for each in waiting if _is_unknown(each)}
         while waiting:
             value = waiting.pop()
@@ -68,6 +71,10 @@ class State:
 
     def put_back(self) -> None:
         """Put back what has changed since. A tensor that was changed in place gets its values again."""
+        for table, keys in self._tables:  # 5.x adds hooks in a module's first call, and keeps that it has
+            for key in table.keys() - keys:
+                if is_of_transformers(table[key]):
+                    del table[key]
         for value, content in self._contents:
             if not _same(value, self._content(value), content):
                 _put(value, content)

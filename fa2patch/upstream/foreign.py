@@ -46,6 +46,11 @@ def is_known(function: Any) -> bool:
     return _is_below(function, (*_folders(KNOWN), functools.__file__))  # a decorator of functools says nothing itself
 
 
+def is_of_transformers(function: Any) -> bool:
+    """Whether a function, and each one that it wraps, is Transformers' own."""
+    return _is_below(function, (_folder("transformers"), functools.__file__))
+
+
 def is_of_model(function: Any, modeling: str) -> bool:
     """Whether a function is known, splits rows, or is defined where a model is, as remote code's own attention is.
 

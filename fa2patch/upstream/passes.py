@@ -18,6 +18,7 @@ import torch
 from torch._C._dynamo.eval_frame import set_eval_frame
 from torch.utils.checkpoint import checkpoint
 
+from .._torch import autocast_uncached
 from .._types import Call
 from ..documents.boundaries import Boundaries
 from ..documents.names import LENGTHS, MEDIA, PARENTS
@@ -236,7 +237,8 @@ def _in_passes(step: Step, mask: PackedMask, passes: Sequence[Pass], compute: Ca
             if compiler is not None:
                 calls.append(mask.calls)
                 return _compiled(own, part, compiler)
-            output = compute(own)
+            with autocast_uncached():  # else the gradients of several passes would be added up in half precision
+                output = compute(own)
             step.kept = own.kept
             calls.append(own.mask.calls)
             return output

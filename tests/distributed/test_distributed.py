@@ -48,6 +48,14 @@ def test_passes_of_ranks_that_need_different_numbers():
     assert found["ok"], found
 
 
+@pytest.mark.slow
+@needs_deepspeed
+@pytest.mark.parametrize("engine", ["ddp", "zero2", "zero3"])
+def test_passes_of_a_loss_that_is_not_known(engine):
+    found = launched(f"trainer {engine} budget any")
+    assert found["ok"], found
+
+
 def needs(entry):
     """What an entry of stacks.toml needs."""
     if entry == "raw":

@@ -15,6 +15,7 @@ import torch
 from .._torch import compiling, constant, is_no_verdict, number, numbered, paused
 from .._types import Call, Model
 from ..documents.boundaries import Boundaries
+from ..documents.names import LENGTHS
 from ..errors import Fa2PatchError, NothingProven, PackingNotIsolated
 from ..proof import looking
 from ..proof.unknown import Structure, mode_of, unknown
@@ -149,6 +150,8 @@ def examine(patch: Examined, module: Model, call: Call, mask: PackedMask) -> Non
     if examination.under_way or thread.proves or looking.thread.calls is not None:
         return
     looking.thread.read = None
+    for name in () if patch.stated else LENGTHS:
+        patch.stated = patch.stated or call.get(name) is not None
     if getattr(call.get("position_ids"), attached.PADDING, None) is None:
         heads.require_patched(patch)
         patch.tally.rows = True

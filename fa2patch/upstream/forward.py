@@ -26,6 +26,7 @@ from ..documents.tensors import described
 from ..errors import BadBatch, NothingPacked, PackingNotIsolated
 from . import attached, caches, foreign, heads, inspecting, labels, positions
 from .calls import Calls, batch_shape, is_for_queries, passed
+from .facts import Role
 from .find_documents import packed_mask_of
 from .find_layers import Layer
 from .find_models import models
@@ -45,7 +46,7 @@ def entered(original: Function) -> Function:
         patch, role = self.__dict__[MARK], self.__dict__[ROLE]
         call = calls.named(args, kwargs)
         if call is None:
-            return _without_names(patch, original, self, args, kwargs)
+            return _without_names(patch, role, original, self, args, kwargs)
         tokens = call.get("input_ids")
         piece = getattr(call.get("inputs_embeds") if tokens is None else tokens, attached.POOLED, None)
         if piece is not None:  # a head's own forward computes the tokens that it pools
@@ -55,10 +56,8 @@ def entered(original: Function) -> Function:
             call = {**call, **piece.content.whole}
         step = Step(self, patch, role, calls, args, call)
         _recognise(step)
-        if patch.budget is None:
-            output = prepare(step)(step, step.mask)
-        else:
-            output = patch.budget.computed(step, _computed)
+        budget = patch.budget
+        output = prepare(step)(step, step.mask) if budget is None else budget.computed(step, _computed)
         for trait, found in patch.after:
             output = trait.after(step, found, output)
         output = heads.after(step, output)
@@ -87,12 +86,13 @@ def _computed(step: Step) -> Any:
     return prepare(step)(step, step.mask)
 
 
-def _without_names(patch: Patched, original: Function, module: Any, args: Args, kwargs: Call) -> Any:
+def _without_names(patch: Patched, role: Role, original: Function, module: Any, args: Args, kwargs: Call) -> Any:
     """Call a forward of other code that says nothing of its arguments. The forwards below it find what is packed."""
-    if compiling():
+    if role.innermost or compiling():
+        cannot = "a graph cannot" if compiling() else "no forward below it can"
         raise PackingNotIsolated(
             f"{len(args)} arguments without names came to a forward that was replaced by one with *args, and which of "
-            "them are position_ids a graph cannot find out. Call the model with keywords."
+            f"them are position_ids {cannot} find out. Call the model with keywords."
         )
     thread.unnamed.append(patch)
     try:
@@ -137,15 +137,20 @@ def _unprepared_by(step: Step) -> Any:
 
     Around a padded batch that is computed packed, labels are padded, and none of them crosses documents.
     """
-    outermost, as_padded = step.role.outermost, getattr(step.call.get("position_ids"), attached.PADDING, None)
-    if outermost == step.role.innermost or as_padded is not None or thread.proves:
+    role = step.role
+    outermost = role.outermost
+    if outermost == role.innermost:
+        return None
+    patch = step.patch
+    around = step.module if outermost else patch.model
+    if foreign.on_top(around) and (step.captured or patch not in thread.unnamed):
+        return None
+    if thread.proves or getattr(step.call.get("position_ids"), attached.PADDING, None) is not None:
         return None
     for name in LABELS if outermost else ():
         if step.call.get(name) is not None:
             return None
-    around = step.module if outermost else step.patch.model
-    unnamed = not step.captured and thread.unnamed and step.patch in thread.unnamed
-    return None if foreign.on_top(around) and not unnamed else around.forward
+    return around.forward
 
 
 def _was_found_dense(step: Step) -> bool:
@@ -197,8 +202,6 @@ def find_mask(step: Step, piece: attached.Piece | None, unprepared_by: Any = Non
         if around and not caches.held(call):
             stated.refuse_unread(call, step.calls.names, shape, training)
         return None
-    for name in () if patch.stated else LENGTHS:
-        patch.stated = patch.stated or call.get(name) is not None
     if real is not None:
         given = call.get(MASK)  # zeros and ones, as packed_mask_of leaves it
         found.real = real = real if given is None else given * real.to(given)

@@ -104,8 +104,9 @@ def after(step: Step, output: Any) -> Any:
     if mask is None or step.handed:
         return output
     if role.innermost:
-        pooled = isinstance(output, tuple) or getattr(output, "pooler_output", None) is not None
-        return pool_documents(step.module, output, mask) if pooled else output
+        if getattr(output, "pooler_output", None) is None and not isinstance(output, tuple):
+            return output
+        return pool_documents(step.module, output, mask)
     if role.outermost and not role.pools:
         refuse_outputs_of_rows(step.module, output, step.call, mask, role.predicts_the_next)
     return output

@@ -104,9 +104,8 @@ class PackedMask:
             options = quirks.adjust(module, options)
         if quirks.queries is not None:
             q = quirks.queries(module, q, self._counted())
-        window = self.window_of(module, options.window)
-        if window != options.window:
-            options = replace(options, window=window)
+        if self.window is not None or self.facts.windows_of_flash:
+            options = replace(options, window=self.window_of(module, options.window))
         if isinstance(options.scale, torch.Tensor):
             q, options = scaled(q, options)
         dtype, weight = compute_dtype(module, q, k, v, casts)

@@ -150,7 +150,7 @@ def test_a_module_that_mixes_many_documents_is_refused_where_they_come_first():
     wrapped_mlp(model, of_many_documents)
     mlp = model.model.layers[1].mlp
     model.model.layers[0].self_attn.register_forward_pre_hook(
-        lambda module, given, named: setattr(mlp, "starts", int((named["position_embeddings"][0][0, :, 0] == 1).sum())),
+        lambda module, given, named: setattr(mlp, "starts", int((named["position_ids"] == 0).sum())),
         with_kwargs=True,
     )
     patched(model)

@@ -61,7 +61,7 @@ PICTURES = {
     "qformer_config": {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4,
                        "encoder_hidden_size": 32, "vocab_size": 64},
 }  # fmt: skip
-T5 = {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+SMALL_T5 = {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ T5 = {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "
 def test_a_text_side_that_is_an_encoder_decoder(name):
     """The outer config of InstructBLIP does not say so. Its padded batches were an error, with and without packing."""
     cls = getattr(transformers, name)
-    config = cls.config_class(**PICTURES, text_config={"model_type": "t5", **T5}, num_query_tokens=4)
+    config = cls.config_class(**PICTURES, text_config={"model_type": "t5", **SMALL_T5}, num_query_tokens=4)
     refused(cls(config), "an encoder-decoder", name)
 
 

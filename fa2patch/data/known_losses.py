@@ -12,16 +12,11 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
-import weakref
 from collections.abc import Iterator
 from types import CodeType
 from typing import Any
 
 import torch
-
-from ..patch.state import Patch
-from ..proof.unknown import unknown
-from ..upstream.find_layers import ModelLayers
 
 COMPUTE_LOSS = {
     "11c60f2eae90442f": "4.46",
@@ -63,13 +58,13 @@ def _digest_of(code: CodeType | None) -> str:
     return hashlib.sha256(source.encode()).hexdigest()[:16]
 
 
-def why_unknown(trainer: Any, compute: Any, patch: Patch | None, given: dict[str, Any]) -> str:
+def why_unknown(trainer: Any, compute: Any, held: str, given: dict[str, Any]) -> str:
     """Return why a trainer's loss is not known to be a sum over tokens; empty if its graph may show that it is.
 
     Args:
         trainer: The trainer.
         compute: Its ``compute_loss``.
-        patch: The patch of its model.
+        held: What its model holds that fa2patch does not know; empty for nothing.
         given: The arguments of the call by keyword.
     """
     name = type(trainer).__name__
@@ -84,20 +79,7 @@ def why_unknown(trainer: Any, compute: Any, patch: Patch | None, given: dict[str
         return "its loss is divided by a number of the batch, and not by one of the step"
     if getattr(trainer, "compute_loss_func", None) is not None or getattr(trainer, "label_smoother", None) is not None:
         return f"{name} has a compute_loss_func or smooths labels"
-    held = "what is not patched" if patch is None else _unknown_in(patch)
     return f"its model holds {held}" if held else ""
-
-
-_held: weakref.WeakKeyDictionary[Any, tuple[Any, str]] = weakref.WeakKeyDictionary()
-
-
-def _unknown_in(patch: Patch) -> str:
-    """What a patched model holds that fa2patch does not know, looked for once for each of its plans."""
-    plan, held = _held.get(patch, (None, ""))
-    if plan is not patch.plan:
-        held = unknown(ModelLayers(patch.model))
-        _held[patch] = patch.plan, held
-    return held
 
 
 def _file(function: Any) -> str:

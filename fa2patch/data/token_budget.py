@@ -25,7 +25,10 @@ from ..errors import Fa2PatchError
 from ..packing.passes import Counts, Passes, of_units, units_of
 from ..packing.still_shapes import PLAIN, StillShapes
 from ..patch.applying import budget_of, status
+from ..patch.model_plan import ModelPlan
 from ..patch.state import Patch
+from ..proof.unknown import unknown
+from ..upstream.find_layers import ModelLayers
 from ..upstream.find_models import outermost_models
 from . import known_losses
 
@@ -55,6 +58,8 @@ class TokenBudget:
         self._rest: Iterator[torch.Tensor] | None = None  # of a step, once its first pass is computed
         self._first: torch.Tensor | None = None
         self._stepping = False
+        self._looked_at: ModelPlan | None = None
+        self._held = ""
 
     def install(self, trainer: Any) -> None:
         """Put methods around those of a trainer. Its models are given their budget by :meth:`give`."""
@@ -97,7 +102,7 @@ class TokenBudget:
         if not self._stepping or self._rest is not None or with_outputs or not isinstance(inputs, Mapping):
             return compute(model, inputs, *args, **kwargs)
         if not self.why_exact:
-            why = known_losses.why_unknown(self.trainer, compute, self._patch, kwargs)
+            why = known_losses.why_unknown(self.trainer, compute, self._unknown(), kwargs)
             if not why and self._begins(lambda batch: compute(model, batch, *args, **kwargs), model, inputs):
                 self._say("")
                 return self._first
@@ -117,6 +122,15 @@ class TokenBudget:
         """The patch of the model that is trained."""
         held = [*outermost_models(self.trainer.model).values()]
         return status(held[0]) if len(held) == 1 else None
+
+    def _unknown(self) -> str:
+        """What the model that is trained holds that fa2patch does not know, looked for once for each of its plans."""
+        patch = self._patch
+        if patch is None:
+            return "what is not patched"
+        if self._looked_at is not patch.plan:
+            self._looked_at, self._held = patch.plan, unknown(ModelLayers(patch.model))
+        return self._held
 
     @contextlib.contextmanager
     def _counted(self) -> Iterator[None]:

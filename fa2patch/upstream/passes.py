@@ -245,7 +245,8 @@ def _in_passes(step: Step, mask: PackedMask, passes: Sequence[Pass], compute: Ca
 
         # a checkpoint keeps the random numbers of the devices that its arguments are on
         outputs.append(checkpoint(run, *of_devices, use_reentrant=False) if again else run())
-    mask.calls[:] = min(calls, key=lambda each: len(each))  # a model around this one counts the layers
+    fewest = min(calls, key=len)
+    mask.calls[:] = fewest  # a model around this one counts the layers
     return _joined(outputs, passes, mask.shape, "output")
 
 

@@ -54,7 +54,7 @@ class Patcher:
         # and those of which a line about --collate was printed
         self._packing, self._told = WeakIdKeyDictionary(), WeakIdKeyDictionary()
         self._under_way: set[int] = set()  # ids of trainers and holders that are constructed
-        self._trained = False
+        self._trained, self._padded_too = False, False
         self._model_classes: tuple[Any, ...] = ()
         self._holders: tuple[Any, ...] = ()
 
@@ -111,7 +111,7 @@ class Patcher:
         names = " and ".join(sorted({name for name, _ in self._computed}))
         if why:
             say(f"nothing was packed: batches of {names} were computed as they came: {why}.")
-        elif self._packing or self.options.padded_batches:
+        elif self._packing or self._padded_too:
             say(
                 f"nothing was packed: {names} had no batch with padding, and none whose rows say where documents start."
             )
@@ -143,7 +143,8 @@ class Patcher:
         except (UnknownKernel, KernelUnavailable):
             raise
         except Fa2PatchError as error:
-            say(f"{name} left alone: {error.message}")
+            option = " Here, padded_batches=True is the option --padded-batches." if "padded_batches=True" in error.message else ""
+            say(f"{name} left alone: {error.message}{option}")
             return
         except Exception as error:
             if is_no_verdict(error):
@@ -156,6 +157,7 @@ class Patcher:
         self._computed.append((name, patch.tally))
         seams = " and ".join(sorted({layer.seam for layer in patch.attention}))
         packs = of_model(models(patch.model)[-1]) is not None
+        self._padded_too |= packs
         padding = " Padded batches are computed packed, too." if packs else ""
         self._say_unless_quiet(
             f"{name} patched: {len(patch.attention)} attention layers, {seams} seam, kernel {patch.kernel}.{padding}"

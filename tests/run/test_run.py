@@ -373,7 +373,7 @@ def test_a_model_that_apply_fails_on_is_named_and_one_that_there_was_no_memory_f
         (T5ForConditionalGeneration, T5Config(d_model=8, d_ff=8, d_kv=4, num_layers=1, num_heads=2, vocab_size=9),
          "T5ForConditionalGeneration left alone: .*encoder-decoder"),
         (BertForSequenceClassification, BertConfig(**TINY_BERT),
-         "BertForSequenceClassification left alone: .*pools one vector per row"),
+         "BertForSequenceClassification left alone: .*pools one vector per row.*the option --padded-batches"),
         (ViTModel, ViTConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, image_size=4, patch_size=2),
          "ViTModel left alone: its attention looks both ways, and not at text alone"),
     ],
@@ -590,6 +590,14 @@ def test_an_object_that_makes_its_models_batches_is_patched_as_a_whole(holders, 
     assert tokens_of(held.model) == 6
     hooked.off()
     assert vars(Holder)["__init__"] is before and tokens_of(held.model) == 8
+
+
+def test_an_object_whose_padded_batches_are_packed_is_not_told_to_pack_them(holders, hooked, folder, lines):
+    hooked()
+    held = Holder(folder)
+    hooked.off()
+    assert held
+    assert "had no batch with padding, and none whose rows say where documents start" in lines()[-1]
 
 
 def test_only_the_first_rank_speaks_and_quiet_is_quiet(hooked, lines, monkeypatch):

@@ -200,7 +200,8 @@ def config_of(cls: type, options: dict[str, Any]) -> Any:
     return made(**{option: value for option, value in {**common, **options}.items() if option in known})
 
 
-def make(cls: type, way: str, generated: list[Any]) -> Any:
+def make(cls: type, way: str, generated: list[Any], **changed: Any) -> Any:
+    """Make a trainer. ``changed`` are options of its config; the way ``budgetN`` is a packed trainer with N tokens."""
     name, known = cls.__name__.removesuffix("Trainer"), inspect.signature(cls.__init__).parameters
     kind, given, options = RECIPES["PPO" if "policy" in known else name]
 
@@ -216,9 +217,11 @@ def make(cls: type, way: str, generated: list[Any]) -> Any:
     if "reward_model" in more and "reward_funcs" in more:
         del more["reward_model"]
     wanted = fa2patch.packed_trainer(cls) if way == "packed_trainer" else cls
+    if way.startswith("budget"):
+        wanted = fa2patch.packed_trainer(cls, share_prompts=False, max_tokens=int(way.removeprefix("budget")))
     reads = copy.copy(words())
     reads.padding_side = "left" if kind in ("prompts", "answered", "ids") else "right"
-    more |= {"model": made(0, head, **settings), "args": config_of(cls, options), "processing_class": reads}
+    more |= {"model": made(0, head, **settings), "args": config_of(cls, {**options, **changed}), "processing_class": reads}
     if "policy" in known:
         more |= {"policy": more.pop("model"), "config": more.pop("args"), "ref_policy": made(1)}
     if kind == "ids":

@@ -1,0 +1,80 @@
+"""Train the installed TRL's trainers for fifty steps in passes: ``trl_passes.py TRAINER[:LOSS] ...``.
+
+Each trainer is run padded without fa2patch, and as a ``packed_trainer`` with budgets of twice, once and half the tokens
+of its largest batch; then all again in bfloat16. Completions are drawn instead of sampled. Prints a JSON object: for
+each trainer and budget, how far losses and weights are from those of the padded run, as parts of the largest loss and
+weight; the passes of all batches; and how far the weights of bfloat16 are from the padded ones of float32, padded and
+in passes.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import torch
+import transformers
+import trl
+import trl_all
+from trl_groups import drawn
+from trl_noting import Noting
+
+STEPS = 50
+SHARES = {"twice": 2.0, "once": 1.0, "half": 0.5}
+
+
+def trained(noting: Noting, cls: type, way: str, options: dict[str, Any]) -> tuple[dict[str, Any], torch.Tensor]:
+    def make(generated: list[Any]) -> Any:
+        trainer = trl_all.make(cls, way, generated, max_steps=STEPS, learning_rate=3e-2, **options)
+        for model in (trainer.model, getattr(trainer.model, "policy", None)):
+            if hasattr(model, "generate"):
+                model.generate = drawn(model, trl_all.words().eos_token_id)
+        return trainer
+
+    torch.manual_seed(0)
+    run = noting.train(make)
+    return run, trl_all.weights(trl_all.TRAINED[way]).float()
+
+
+def passes(run: dict[str, Any]) -> float:
+    return sum(entry.get("passes_per_batch", 0) for entry in run["logs"])
+
+
+def compared(noting: Noting, cls: type, options: dict[str, Any]) -> dict[str, Any]:
+    plain, right = trained(noting, cls, "plain", options)
+    half, rounded = trained(noting, cls, "plain", {**options, "bf16": True})
+    largest, size = max(call[1] for call in plain["calls"]), max(map(abs, plain["losses"]))
+    found: dict[str, Any] = {"steps": len(plain["losses"]), "moved": _far(right, trl_all.BEFORE[0])}
+    for name, share in SHARES.items():
+        way = f"budget{round(share * largest)}"
+        ours, end = trained(noting, cls, way, options)
+        assert len(ours["losses"]) == len(plain["losses"])
+        in_half, of_half = trained(noting, cls, way, {**options, "bf16": True})
+        found[name] = {
+            "tokens": round(share * largest),
+            "losses": max(abs(one - other) for one, other in zip(ours["losses"], plain["losses"])) / size,
+            "weights": _far(end, right),
+            "passes": passes(ours),
+            "padded": sum(call[-1] > call[1] for call in ours["calls"]),
+            "bf16": [float((of_half - right).norm()), float((rounded - right).norm())],
+        }
+    return found
+
+
+def _far(one: torch.Tensor, other: torch.Tensor) -> float:
+    return float((one - other).abs().max() / other.abs().max())
+
+
+def main(chosen: list[str]) -> None:
+    transformers.logging.set_verbosity_error()
+    noting, found, known = Noting(), {}, trl_all.trainers()
+    for one in chosen:
+        name, _, loss = one.partition(":")
+        found[one] = compared(noting, known[name], {"loss_type": loss} if loss else {})
+        print(one, json.dumps(found[one]), file=sys.stderr, flush=True)
+    print(json.dumps({"trl": trl.__version__, "trainers": found}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -143,8 +143,9 @@ class Patcher:
         except (UnknownKernel, KernelUnavailable):
             raise
         except Fa2PatchError as error:
-            option = " Here, padded_batches=True is the option --padded-batches." if "padded_batches=True" in error.message else ""
-            say(f"{name} left alone: {error.message}{option}")
+            say(f"{name} left alone: {error.message}")
+            if "padded_batches=True" in error.message:
+                say("padded_batches=True is the option --padded-batches here.")
             return
         except Exception as error:
             if is_no_verdict(error):

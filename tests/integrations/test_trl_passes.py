@@ -37,5 +37,5 @@ def test_fifty_steps_in_passes_are_those_of_padded_batches(stack: str, trainer: 
     for share in ("twice", "once", "half"):
         assert max(found[share]["losses"], found[share]["weights"]) < 1e-5, (share, found)
         assert found[share]["padded"] == 0
-        in_passes, padded = found[share]["bf16"]
-        assert 0 < in_passes < 1.25 * padded, "rounding decides by chance which one is nearer to float32"
+    in_passes, padded = found["bf16"]
+    assert in_passes < 1.25 * padded + 1e-5, "rounding decides by chance which one is nearer to float32"

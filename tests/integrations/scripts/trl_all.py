@@ -221,7 +221,11 @@ def make(cls: type, way: str, generated: list[Any], **changed: Any) -> Any:
         wanted = fa2patch.packed_trainer(cls, share_prompts=False, max_tokens=int(way.removeprefix("budget")))
     reads = copy.copy(words())
     reads.padding_side = "left" if kind in ("prompts", "answered", "ids") else "right"
-    more |= {"model": made(0, head, **settings), "args": config_of(cls, {**options, **changed}), "processing_class": reads}
+    more |= {
+        "model": made(0, head, **settings),
+        "args": config_of(cls, {**options, **changed}),
+        "processing_class": reads,
+    }
     if "policy" in known:
         more |= {"policy": more.pop("model"), "config": more.pop("args"), "ref_policy": made(1)}
     if kind == "ids":

@@ -21,6 +21,8 @@ from trl_groups import drawn
 from trl_noting import Noting
 
 STEPS = 50
+SMOOTHED = ("exo_pair", "robust")
+"""Losses that need a label smoothing."""
 SHARES = {"twice": 2.0, "once": 1.0, "half": 0.5}
 
 
@@ -71,7 +73,8 @@ def main(chosen: list[str]) -> None:
     noting, found, known = Noting(), {}, trl_all.trainers()
     for one in chosen:
         name, _, loss = one.partition(":")
-        found[one] = compared(noting, known[name], {"loss_type": loss} if loss else {})
+        options = {"loss_type": loss, "label_smoothing": 0.1 if loss in SMOOTHED else 0.0} if loss else {}
+        found[one] = compared(noting, known[name], options)
         print(one, json.dumps(found[one]), file=sys.stderr, flush=True)
     print(json.dumps({"trl": trl.__version__, "trainers": found}))
 

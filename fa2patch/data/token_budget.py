@@ -188,12 +188,13 @@ class TokenBudget:
 
     def _losses(self, loss: Loss, model: Any, passes: Passes) -> Iterator[torch.Tensor]:
         """The losses of passes. Each is computed where it is asked for, and its backward follows."""
-        factors = set()
+        factors: set[float | None] = set()
         for at, batch in enumerate(passes):
             with self._accumulating(model) if at + 1 < len(passes) else contextlib.nullcontext():
                 found = loss(batch)
-                factors.add(known_losses.factor_of_sum(found))
-                if len(factors) > 1 or (None in factors and not known_losses.is_compiled(found)):
+                if not known_losses.is_compiled(found):  # some may be: torch compiles a frame a few times only
+                    factors.add(known_losses.factor_of_sum(found))
+                if len(factors) > 1 or None in factors:
                     raise Fa2PatchError(
                         f"max_tokens: expected that the loss of {type(self.trainer).__name__} stays a sum over tokens, "
                         f"divided by one number, as it was in its first batch; found another in pass {at + 1} of "

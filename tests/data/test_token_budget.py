@@ -254,6 +254,19 @@ def test_one_graph_computes_all_passes_of_still_shapes(reference: Any) -> None:
     assert len(graphs) == 1 or len(graphs) == STEPS  # up to 4.48, the step's number of labels is a constant of a graph
 
 
+@pytest.mark.skipif(not HAS_OPERATORS, reason=f"torch {torch.__version__} has no custom_op")
+def test_torch_compiles_some_passes_and_not_others(reference: Any) -> None:
+    """After so many shapes it computes a frame as it is, and a graph that is compiled says nothing of its loss."""
+    torch._dynamo.reset()
+    model = patched(tiny_llama())
+    model.forward = torch.compile(model.forward, backend="aot_eager", dynamic=False)
+    limit = "recompile_limit" if hasattr(torch._dynamo.config, "recompile_limit") else "cache_size_limit"
+    with torch._dynamo.config.patch({limit: 1}):
+        found = trained(fa2patch.packed_trainer(Trainer, max_tokens=100), COLLATORS["packed"], model)
+    torch._dynamo.reset()
+    assert_same_steps(found, reference())
+
+
 @pytest.mark.parametrize(
     ("options", "kind", "said"),
     [

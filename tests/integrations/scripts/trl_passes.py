@@ -3,7 +3,7 @@
 Each trainer is run padded without fa2patch, and as a ``packed_trainer`` with budgets of twice, once and half the tokens
 of its largest batch; the last one and the padded run in bfloat16, too. Completions are drawn instead of sampled. Prints
 a JSON object: for each trainer and budget, how far losses and weights are from those of the padded run, as parts of the
-largest loss (of 0.01 at least) and weight, and the passes of all batches; and how far the weights of bfloat16 are from
+largest loss and weight, and the passes of all batches; and how far the weights of bfloat16 are from
 the padded ones of float32, in passes and padded.
 """
 
@@ -23,12 +23,18 @@ from trl_noting import Noting
 STEPS = 50
 SMOOTHED = ("exo_pair", "robust")
 """Losses that need a label smoothing."""
+SHARP = ("discopop",)
+"""Losses that divide differences of log-probabilities by 0.05, so that they show rounding. They are in float64."""
+OF_ADVANTAGES = ("GRPO", "RLOO")
+"""Trainers whose loss is a mean of advantages of about 1, which cancel each other."""
 SHARES = {"twice": 2.0, "once": 1.0, "half": 0.5}
 
 
 def trained(noting: Noting, cls: type, way: str, options: dict[str, Any]) -> tuple[dict[str, Any], torch.Tensor]:
     def make(generated: list[Any]) -> Any:
         trainer = trl_all.make(cls, way, generated, max_steps=STEPS, learning_rate=3e-2, **options)
+        if options.get("loss_type") in SHARP and not options.get("bf16"):
+            trainer.model.double(), trainer.ref_model.double()
         for model in (trainer.model, getattr(trainer.model, "policy", None)):
             if hasattr(model, "generate"):
                 model.generate = drawn(model, trl_all.words().eos_token_id)
@@ -46,7 +52,7 @@ def passes(run: dict[str, Any]) -> float:
 def compared(noting: Noting, cls: type, options: dict[str, Any]) -> dict[str, Any]:
     plain, right = trained(noting, cls, "plain", options)
     largest = max(call[1] for call in plain["calls"])
-    size = max(*map(abs, plain["losses"]), 1e-2)  # a loss of advantages is 0 but for rounding
+    size = 1.0 if cls.__name__.startswith(OF_ADVANTAGES) else max(map(abs, plain["losses"]))
     found: dict[str, Any] = {"steps": len(plain["losses"]), "moved": _far(right, trl_all.BEFORE[0])}
     for name, share in SHARES.items():
         way = f"budget{round(share * largest)}"

@@ -112,8 +112,8 @@ HOOKS = {
 }
 
 STEPS = {
-    "before apply": ("hook", "apply", "run"),
-    "after apply": ("apply", "hook", "run"),
+    "before apply": ("hook", "apply", "run", "run"),
+    "after apply": ("apply", "hook", "run", "run"),
     "after a packed batch": ("apply", "run", "hook", "run"),
     "for one batch each": ("apply", "hook", "run", "remove", "run", "hook", "run", "remove", "hook", "run"),
 }
@@ -124,7 +124,7 @@ def recorded(hook, steps, change=lambda model: None, **options):
     model, seen, handle = llama().train(), Seen(), None
     change(model)
     try:
-        for at, step in enumerate(steps, 1):
+        for step in steps:
             if step == "apply":
                 fa2patch.apply(model, **options)
             elif step == "hook":
@@ -132,7 +132,7 @@ def recorded(hook, steps, change=lambda model: None, **options):
             elif step == "remove":
                 handle.remove()
             else:
-                for _ in range(BATCHES if at == len(steps) else 1):
+                for _ in range(BATCHES if steps[-1] == step and len(steps) == 4 else 1):
                     torch.manual_seed(3)
                     model.zero_grad()
                     model(**labelled()).loss.backward()

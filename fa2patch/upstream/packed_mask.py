@@ -31,6 +31,16 @@ _NOT_A_TENSOR = (
     "Call fa2patch.revert(model), then fa2patch.apply(model) again; if it stays, please report it."
 )
 
+# Torch's own, whatever stands under their names later: Transformers' symbolic_trace leaves torch.tril replaced if it
+# fails, and what is called behind such a name is torch's own
+_OF_MASKS = (
+    torch.ones_like,  # Gemma 2, Gemma 3 and Cohere 2 (4.43 to 4.52) make a window
+    torch.tril,  # the same
+    torch.Tensor.mul,  # GPTBigCode (4.36 to 4.52) multiplies its causal mask by the mask
+    torch.Tensor.__rsub__,  # remote code subtracts a tensor from the mask
+)
+_WHERE = torch.where  # the four models above; on logits it is called by an attention layer that was not patched
+
 
 @dataclass(eq=False)
 class PackedMask:
@@ -291,14 +301,7 @@ class PackedMask:
 
         Any other function, such as one that an unpatched attention layer calls on its mask, raises TypeError.
         """
-        known = function in (
-            torch.ones_like,  # Gemma 2, Gemma 3 and Cohere 2 (4.43 to 4.52) make a window
-            torch.tril,  # the same
-            torch.Tensor.mul,  # GPTBigCode (4.36 to 4.52) multiplies its causal mask by the mask
-            torch.Tensor.__rsub__,  # remote code subtracts a tensor from the mask
-        )
-        # torch.where: the four models above; on logits it is called by an attention layer that was not patched
-        if known or (function is torch.where and not any(_is_logits(value) for value in args)):
+        if function in _OF_MASKS or (function is _WHERE and not any(_is_logits(value) for value in args)):
             for value in args:
                 if isinstance(value, cls):
                     return value

@@ -89,3 +89,13 @@ def test_no_window_is_warned_of_where_none_is_asked_for():
         with warnings.catch_warnings():
             warnings.simplefilter("error", UserWarning)
             fa2patch.apply(model)
+
+
+def test_functions_of_torch_that_are_replaced_later(monkeypatch):
+    """Transformers' symbolic_trace leaves such functions in torch if it fails."""
+    for name in ("ones_like", "tril", "where"):
+        own = getattr(torch, name)
+        monkeypatch.setattr(torch, name, lambda *args, own=own, **given: own(*args, **given))
+    model, whole = built("gemma2", "eager"), built("gemma2", "eager")
+    fa2patch.apply(model)
+    assert_close(model(**pack(DOCS), use_cache=False).logits[0].detach(), padded_logits(whole).detach(), "logits")

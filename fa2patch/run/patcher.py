@@ -49,12 +49,13 @@ class Patcher:
         self.options, self.active = options, True
         self._seen: weakref.WeakSet[Any] = weakref.WeakSet()  # models that were patched or left alone
         self._patches: list[weakref.ref[Patch]] = []  # no WeakSet, which a finalizer may change while it is read
-        self._computed: list[tuple[str, Tally]] = []  # of each patched model, which may be gone in the end
+        # of each patched model, which may be gone in the end: its name, what it computed, and whether it packs padding
+        self._computed: list[tuple[str, Tally, bool]] = []
         # trainers, some of which are dataclasses and have no hash: those whose models compute padded batches packed,
         # and those of which a line about --collate was printed
         self._packing, self._told = WeakIdKeyDictionary(), WeakIdKeyDictionary()
         self._under_way: set[int] = set()  # ids of trainers and holders that are constructed
-        self._trained, self._padded_too = False, False
+        self._trained = False
         self._model_classes: tuple[Any, ...] = ()
         self._holders: tuple[Any, ...] = ()
 
@@ -96,22 +97,22 @@ class Patcher:
 
     def _say_what_was_packed(self) -> None:
         """Print what all patched models have computed packed, or that nothing was and what may be done."""
-        rows = sorted({name for name, done in self._computed if done.rows})
-        padded = sorted({name for name, done in self._computed if done.batches})
-        why = next((done.why for _, done in self._computed if done.why), "")
+        rows = sorted({name for name, done, _ in self._computed if done.rows})
+        padded = sorted({name for name, done, _ in self._computed if done.batches})
+        why = next((done.why for _, done, _ in self._computed if done.why), "")
         said = [f"{' and '.join(rows)} computed packed rows, each document by itself"] if rows else []
         if padded:
-            batches, cells, tokens = (sum(getattr(done, what) for _, done in self._computed) for what in COUNTS)
+            batches, cells, tokens = (sum(getattr(done, what) for _, done, _ in self._computed) for what in COUNTS)
             said.append(
                 f"{' and '.join(padded)} computed {tokens:,} tokens for the {cells:,} of {batches:,} padded batches"
             )
         if said:
             self._say_unless_quiet("; ".join(said) + (f". Other batches stayed padded: {why}." if why else "."))
             return
-        names = " and ".join(sorted({name for name, _ in self._computed}))
+        names = " and ".join(sorted({name for name, *_ in self._computed}))
         if why:
             say(f"nothing was packed: batches of {names} were computed as they came: {why}.")
-        elif self._packing or self._padded_too:
+        elif self._packing or all(packs for *_, packs in self._computed):
             say(
                 f"nothing was packed: {names} had no batch with padding, and none whose rows say where documents start."
             )
@@ -155,10 +156,9 @@ class Patcher:
             say(f"{name} left alone: fa2patch.apply failed, please report it: {type(error).__name__}: {error}")
             return
         self._patches.append(weakref.ref(patch))
-        self._computed.append((name, patch.tally))
         seams = " and ".join(sorted({layer.seam for layer in patch.attention}))
         packs = of_model(models(patch.model)[-1]) is not None
-        self._padded_too |= packs
+        self._computed.append((name, patch.tally, packs))
         padding = " Padded batches are computed packed, too." if packs else ""
         self._say_unless_quiet(
             f"{name} patched: {len(patch.attention)} attention layers, {seams} seam, kernel {patch.kernel}.{padding}"

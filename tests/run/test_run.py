@@ -602,6 +602,15 @@ def test_an_object_whose_padded_batches_are_packed_is_not_told_to_pack_them(hold
     assert "had no batch with padding, and none whose rows say where documents start" in lines()[-1]
 
 
+def test_a_model_beside_such_an_object_is_told_to_pack_its_padded_batches(holders, hooked, folder, lines):
+    hooked()
+    held, model = Holder(folder), loaded(folder)
+    model(torch.tensor([[4, 5], [6, 0]]), attention_mask=torch.tensor([[1, 1], [1, 0]]))
+    hooked.off()
+    assert held
+    assert "If batches are padded, --padded-batches computes them packed" in lines()[-1]
+
+
 def test_only_the_first_rank_speaks_and_quiet_is_quiet(hooked, lines, monkeypatch):
     for variables in ({"RANK": "1"}, {"LOCAL_RANK": "1"}, {"RANK": "2", "LOCAL_RANK": "0"}):
         with monkeypatch.context() as patched:

@@ -54,7 +54,7 @@ def _alibi(config: Config) -> str | None:
 
 
 def _gpt_neo_window(module: Any, options: Options) -> Options:
-    """Add the window of local layers, which eager code applies and the flash class of every version ignores."""
+    # Eager code applies the window of local layers, and the flash class of every version ignores it.
     return replace(options, window=module.config.window_size) if _is_local(module) else options
 
 
@@ -69,18 +69,18 @@ def _is_local(module: Any) -> bool:
     return _LOCAL[module]
 
 
+# Up to 4.47 only a layer's causal mask `bias` shows whether the layer is local. This saves reads from the device.
 _LOCAL: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
-"""Whether a layer is local, up to 4.47, where only its causal mask ``bias`` shows it. Saves reads from the device."""
 
 
 @constant
 def _hides_the_first_token(triangle: torch.Tensor) -> bool:
-    """Whether the mask ``[1, 1, queries, keys]`` hides the first key from the last query."""
+    # The triangle is [1, 1, queries, keys].
     return not triangle[0, 0, -1, 0]
 
 
 def _llama4_temperature(module: Any, q: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
-    """Scale queries by the position in the document: layers without rope scale them by the position in the row."""
+    # Layers without rope scale queries by the position in the row.
     if module.use_rope or not module.attn_temperature_tuning:
         return q
     return _scaled(
@@ -89,10 +89,8 @@ def _llama4_temperature(module: Any, q: torch.Tensor, into: torch.Tensor) -> tor
 
 
 def _ministral3_temperature(module: Any, q: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
-    """Scale queries by the position in the document, where layers scale them by the position in the row (5.0 to 5.3).
-
-    Later layers take ``position_ids`` in the place of ``cache_position``.
-    """
+    # Layers of 5.0 to 5.3 scale queries by the position in the row. Later layers take `position_ids` in the place of
+    # `cache_position`.
     if not _takes_cache_position(type(module)):
         return q
     rope = module.config.rope_parameters
@@ -101,22 +99,22 @@ def _ministral3_temperature(module: Any, q: torch.Tensor, into: torch.Tensor) ->
 
 
 def _scaled(q: torch.Tensor, into: torch.Tensor, scale: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """Give queries the scale of their position in the document in the place of that of their position in the row."""
+    # The scale of the position in the row is taken out, and that of the position in the document put in its place.
     ratio = scale(into) / scale(torch.arange(q.shape[1], device=q.device))
     return q * ratio[:, :, None, None].to(q.dtype)
 
 
 @constant
 def _takes_cache_position(cls: type) -> bool:
-    """Whether the forward of a layer takes ``cache_position``, which counts tokens along the row."""
+    # `cache_position` counts tokens along the row.
     return inspecting.takes(inspecting.forward_of(cls), "cache_position")
 
 
+# names for apply(model, architecture=...); a model type needs no row to be patched
 _NOTHING_SPECIAL = (
     "dbrx", "gemma", "gemma2", "gpt_bigcode", "granite", "llama", "mistral", "mixtral", "olmo", "phi", "phi3", "qwen2",
     "qwen2_moe", "stablelm", "starcoder2",
 )  # fmt: skip
-"""Names for ``apply(model, architecture=...)``. A model type needs no row to be patched."""
 
 _rows = {
     row.model_type: row
@@ -151,11 +149,6 @@ def register(architecture: Architecture) -> None:
 
 
 def lookup(model_type: str) -> Architecture:
-    """Return the row of a model type.
-
-    Raises:
-        UnknownArchitecture: the registry has no such row.
-    """
     try:
         return _rows[model_type]
     except (KeyError, TypeError):  # TypeError: not hashable
@@ -166,11 +159,10 @@ def lookup(model_type: str) -> Architecture:
 
 
 def row_of(config: Config) -> Architecture:
-    """Return the row for a model's config, or an empty row if its model type has none."""
+    # A model type without a row gets an empty one.
     model_type = str(getattr(config, "model_type", ""))
     return _rows.get(model_type) or Architecture(model_type)
 
 
 def is_registered(config: Config) -> bool:
-    """Whether the registry has a row for a config's model type."""
     return getattr(config, "model_type", None) in _rows

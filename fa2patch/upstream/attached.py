@@ -1,10 +1,8 @@
 """Objects that ride on a tensor from one forward to the next, as attributes of the tensor, one for each kind.
 
 A model's own code passes its position ids (or input ids) down to the modules inside it and has no argument for
-boundaries, so they are attached to these tensors. A copy of the tensor loses the attribute. So whoever attaches an
-object checks after the forward that some other code has taken it: its loss is an error, not a dense batch. No other
-module of fa2patch puts an attribute on a tensor. ``getattr(tensor, KIND, None)`` is the piece of a kind, or None; it is
-asked so often in each forward that no function stands around it.
+boundaries. A copy of the tensor loses the attribute. So whoever attaches an object checks after the forward that some
+other code has taken it: its loss is an error, not a dense batch.
 """
 
 from __future__ import annotations
@@ -17,51 +15,47 @@ import torch
 from .._types import Model
 from ..errors import PackingNotIsolated
 
+# The kinds of pieces. `getattr(tensor, KIND, None)` is the piece of a kind, or None: this is asked so often in each
+# forward that no function stands around it. No other module of fa2patch puts an attribute on a tensor.
+
+# on `position_ids`: the PackedMask that an outer model found, or None for a dense batch
 MASK = "_fa2patch_mask"
-"""On ``position_ids``: the :class:`PackedMask` that an outer model found, or None for a dense batch."""
 
+# on `position_ids`: the Boundaries, for modules that must compute each document separately
 DOCUMENTS = "_fa2patch_documents"
-"""On ``position_ids``: the :class:`Boundaries`, for modules that must compute each document separately."""
 
+# on `input_ids` or `inputs_embeds`: the packed batch, for a head that pools documents
 POOLED = "_fa2patch_pooled"
-"""On ``input_ids`` or ``inputs_embeds``: the packed batch, for a head that pools documents."""
 
+# on `input_ids` or `inputs_embeds`: the position ids, for embeddings that take none
 POSITIONS = "_fa2patch_positions"
-"""On ``input_ids`` or ``inputs_embeds``: the position ids, for embeddings that take none."""
 
+# on `position_ids`: that the row was a padded batch, of so many tokens with its padding; models around this one see
+# padded hidden states
 PADDING = "_fa2patch_padding"
-"""On ``position_ids``: that the row was a padded batch, of so many tokens with its padding. Models around this one see
-padded hidden states."""
 
+# on labels of a Trainer's batch: those that it was given, before some of them were ignored
 GIVEN = "_fa2patch_given"
-"""On labels of a Trainer's batch: those that it was given, before some of them were ignored."""
 
+# on `input_ids`: the Boundaries and the shape of the batch, for noise on the embeddings
 EMBEDDED = "_fa2patch_embedded"
-"""On ``input_ids``: the :class:`Boundaries` and the shape of the batch, for noise on the embeddings."""
 
+# the kinds that ride on one tensor: on position ids, on tokens, on labels
 _TOGETHER = ((MASK, DOCUMENTS, PADDING), (POOLED, POSITIONS, EMBEDDED), (GIVEN,))
-"""The kinds that ride on one tensor: on position ids, on tokens, on labels."""
 
 _BESIDE = {kind: tuple(each for each in kinds if each != kind) for kinds in _TOGETHER for kind in kinds}
 
 
 @dataclass(eq=False)
 class Piece:
-    """One object that rides on a tensor.
+    """One object that rides on a tensor."""
 
-    Attributes:
-        kind: :data:`MASK`, :data:`DOCUMENTS`, :data:`POOLED` or another kind above.
-        content: the object itself.
-        delivered: whether some code has taken it.
-    """
-
-    kind: str
+    kind: str  # one of those above
     content: Any
-    delivered: bool = False
+    delivered: bool = False  # whether some code has taken it
 
 
 def attach(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
-    """Return a view of the tensor that carries the piece, and every piece that the tensor carries already."""
     carrying = tensor.view_as(tensor)
     setattr(carrying, piece.kind, piece)
     for kind in _BESIDE[piece.kind]:
@@ -72,13 +66,7 @@ def attach(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
 
 
 def attach_again(whole: torch.Tensor, part: torch.Tensor, contents: dict[str, Any]) -> torch.Tensor:
-    """Return a part of a tensor with the pieces that the whole carries, and count these as taken.
-
-    Args:
-        whole: the tensor.
-        part: its part, which carries nothing.
-        contents: by kind, what the part carries in the place of the whole's content.
-    """
+    # The part carries nothing yet. `contents` holds by kind what it carries in the place of the whole's content.
     for kind in _BESIDE:
         piece: Piece | None = getattr(whole, kind, None)
         if piece is not None:
@@ -88,7 +76,6 @@ def attach_again(whole: torch.Tensor, part: torch.Tensor, contents: dict[str, An
 
 
 def take(tensor: object, kind: str) -> Any:
-    """Return the content of the piece of this kind and mark it as delivered; None if there is no such piece."""
     piece: Piece | None = getattr(tensor, kind, None)
     if piece is None:
         return None
@@ -97,7 +84,6 @@ def take(tensor: object, kind: str) -> Any:
 
 
 def require_delivered(piece: Piece | None, model: Model) -> None:
-    """Raise :class:`PackingNotIsolated` if no code took the piece during the model's forward."""
     if piece is None or piece.delivered:
         return
     tensor = "input ids" if piece.kind in (POOLED, POSITIONS, EMBEDDED) else "position_ids"

@@ -22,30 +22,25 @@ from .calls import has_pictures
 from .find_models import models
 
 COUNTS = "get_rope_index"
+# what `get_rope_index` raises if pictures and placeholders do not match
 FAILURES = (IndexError, RuntimeError, StopIteration, TypeError, ValueError)
-"""What ``get_rope_index`` raises if pictures and placeholders do not match."""
 
+# arguments of Qwen2.5-Omni: which frames of a sound are not filled in, and whether sound belongs to its film
 HEARD, _FROM_FILM = "feature_attention_mask", "use_audio_in_video"
-"""Arguments of Qwen2.5-Omni: which frames of a sound are not filled in, and whether sound belongs to its film."""
 
+# arguments that `get_rope_index` takes under another name than the forward
 _SPELLED = {"video_second_per_grid": "second_per_grids"}
-"""Arguments that ``get_rope_index`` takes under another name than the forward."""
 
 
 def takes_text_axis(decoder: Model) -> bool:
-    """Whether a decoder takes position ids ``[4, batch, length]`` with the text axis first. Most do from 4.54 on.
-
-    The forward of such a decoder compares the number of axes with 4. There is no other sign: the other decoders use
-    the first three of four axes and raise no error.
-    """
+    # Most decoders take [4, batch, length] from 4.54 on, with the text axis first. The forward of such a decoder
+    # compares the number of axes with 4. There is no other sign: the other decoders use the first three of four axes
+    # and raise no error.
     return inspecting.has_constant(type(decoder).forward, 4)
 
 
 def rope_index(model: Any, tokens: torch.Tensor, mask: torch.Tensor, given: Call) -> torch.Tensor:
-    """Time, height and width ids ``[3, batch, length]`` of a batch, as the model's ``get_rope_index`` counts them.
-
-    ``given`` are the other arguments of the batch, of which those that it takes are handed on.
-    """
+    # The ids are time, height and width, [3, batch, length]. `given` are the other arguments of the batch.
     named: dict[str, Any] = {_SPELLED.get(name, name): value for name, value in given.items()}
     if HEARD in given:
         named["audio_seqlens"] = given[HEARD].long().sum(-1)
@@ -60,13 +55,7 @@ def rope_index(model: Any, tokens: torch.Tensor, mask: torch.Tensor, given: Call
 
 @uncompiled
 def of_pictures(model: Model, call: Call, found: Boundaries, mask: torch.Tensor | None) -> torch.Tensor | None:
-    """Position ids on several axes for a packed batch with pictures whose ids, if it has any, only count its tokens.
-
-    None if there are no pictures, if the ids have several axes, or if the model does not count so.
-
-    Raises:
-        PackingNotIsolated: the ids say something else, or the model cannot count the pictures of each document.
-    """
+    """Position ids on several axes for a packed batch with pictures whose ids, if it has any, only count its tokens."""
     inner = models(model)
     counting = next((each for each in inner if hasattr(each, COUNTS)), None)
     ids, tokens = call.get("position_ids"), call.get("input_ids")
@@ -95,7 +84,7 @@ def of_pictures(model: Model, call: Call, found: Boundaries, mask: torch.Tensor 
 
 
 def _in_rows(model: Model, call: Call, lengths: list[int]) -> torch.Tensor:
-    """Time, height and width ids of a packed batch, whose documents are counted as rows of a padded batch."""
+    # Documents are counted as rows of a padded batch.
     tokens = call["input_ids"]
 
     def rows(value: torch.Tensor) -> torch.Tensor:
@@ -120,7 +109,7 @@ def _is_of_tokens(value: object, tokens: torch.Tensor) -> bool:
 
 
 def _counts_in_forward(model: Model) -> bool:
-    """Whether a model's forward counts on several axes itself, or by another method (from 5.3 on)."""
+    # From 5.3 on, another method of the model calls `get_rope_index`.
     cls = type(model)
     called = inspecting.names_read(inspecting.forward_of(cls))
     return COUNTS in called or any(inspecting.reads_name(getattr(cls, name, None), COUNTS) for name in called)

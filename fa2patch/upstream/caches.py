@@ -1,7 +1,6 @@
 """Caches and states of earlier tokens among a forward's arguments, known by what they are.
 
-The argument has had many names, and in 5.24 a new one, ``cache``. The names of older releases count too, because
-their states may be flat lists of tensors (RWKV's), which nothing else tells from other arguments.
+The argument has had many names, and in 5.24 a new one, ``cache``.
 """
 
 from __future__ import annotations
@@ -18,18 +17,18 @@ import torch
 from .._types import Call, Function
 from . import inspecting
 
+# Names of a cache or a state in releases whose annotations name tuples of tensors, or nothing. The states of these
+# releases may be flat lists of tensors (RWKV's), which nothing else tells from other arguments.
 _OLD_NAMES = ("past_key_values", "past_key_value", "layer_past", "cache_params", "state")
-"""Names of a cache or a state in releases whose annotations name tuples of tensors, or nothing."""
 
+# What is no cache. A graph that is being captured knows its own numbers by these types, and nothing else of them.
 _PLAIN = (torch.Tensor, bool, int, float, str)
-"""What is no cache. A graph that is being captured knows its own numbers by these types, and nothing else of them."""
 
+# How deep a state is looked for in an object. xLSTM's is in an attribute, a dict of layers and a tuple.
 _DEPTH = 4
-"""How deep a state is looked for in an object. xLSTM's is in an attribute, a dict of layers and a tuple."""
 
 
 def held(call: Call) -> Call:
-    """Return the arguments of a forward that hold a cache or a state of earlier tokens."""
     found = {}
     for name, value in call.items():
         if value is not None and (name in _OLD_NAMES or (not isinstance(value, _PLAIN) and is_cache(value))):
@@ -38,12 +37,9 @@ def held(call: Call) -> Call:
 
 
 def is_cache(value: object) -> bool:
-    """Whether a value is a cache of keys and values, or an object that carries states of earlier tokens.
-
-    A cache has ``update`` and ``get_seq_length``. Up to 4.47 it may be a tuple of tuples of tensors, one for each
-    layer. Mamba's and xLSTM's caches have neither method in some releases: they are objects with floating-point tensors
-    in their attributes. Outputs of other models (``encoder_outputs``) are mappings or flat tuples, and no caches.
-    """
+    # A cache has `update` and `get_seq_length`. Up to 4.47 it may be a tuple of tuples of tensors, one for each layer.
+    # Mamba's and xLSTM's caches have neither method in some releases: they are objects with floating-point tensors in
+    # their attributes. Outputs of other models (`encoder_outputs`) are mappings or flat tuples, and no caches.
     if value is None or isinstance(value, _PLAIN):
         return False
     if isinstance(value, (tuple, list)):
@@ -56,12 +52,11 @@ def is_cache(value: object) -> bool:
 
 
 def has_methods_of_a_cache(value: object) -> bool:
-    """Whether an object, or a class, takes keys and values and knows how many tokens they are of."""
     return callable(getattr(value, "update", None)) and callable(getattr(value, "get_seq_length", None))
 
 
 def has_paged(call: Call) -> bool:
-    """Whether the cache of ``generate_batch``, whose blocks hold the tokens of several requests, is an argument."""
+    # The blocks of generate_batch's cache hold the tokens of several requests.
     for value in call.values():
         if value is None or isinstance(value, _PLAIN):
             continue
@@ -71,10 +66,8 @@ def has_paged(call: Call) -> bool:
 
 
 def taken_by(forward: Function) -> list[str]:
-    """Return the names of a forward's parameters that take a cache, below decorators.
-
-    They are recognised by their annotation: a class that is neither a tensor nor a container of torch or Python.
-    """
+    # A parameter that takes a cache is recognised by its annotation: a class that is neither a tensor nor a container
+    # of torch or Python.
     function, found = inspect.unwrap(forward), []
     for each in inspecting.parameters(function):
         optional = each.default is None and each.annotation is not each.empty  # a cache is, everywhere
@@ -84,7 +77,7 @@ def taken_by(forward: Function) -> list[str]:
 
 
 def _classes(annotation: Any, function: Function) -> Iterator[type]:
-    """The classes that an annotation names, below ``Optional`` and ``Union``."""
+    # Optional and Union are looked into.
     if isinstance(annotation, str):
         try:
             annotation = eval(annotation, sys.modules[function.__module__].__dict__)
@@ -105,7 +98,6 @@ def _is_class_of_caches(cls: type) -> bool:
 
 
 def _has_states(value: object, depth: int) -> bool:
-    """Whether a tensor of floating-point numbers is in a value, or in a container in it, down to a depth."""
     if isinstance(value, torch.Tensor):
         return value.is_floating_point() and value.dim() > 1
     if depth == 0:

@@ -16,38 +16,23 @@ from . import caches, inspecting
 
 
 class Calls:
-    """Converts the arguments of one ``forward`` to names and back.
-
-    Args:
-        original: the function.
-        method: whether its first argument is the module.
-
-    Attributes:
-        positional: the names of the parameters that can be passed by position.
-        names: the names of all parameters.
-        takes_any: whether the function takes ``**kwargs``.
-        takes_ids: whether it takes ``position_ids``.
-        refused: the collator lengths that it does not take.
-    """
+    """Converts the arguments of one ``forward`` to names and back."""
 
     def __init__(self, original: Function, method: bool = True) -> None:
+        # `method` says whether the function's first argument is the module.
         parameters = inspecting.parameters(original)[int(method) :]
         self.original = original
         self.positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         self.names = {p.name for p in parameters}
         self.takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
         self.takes_ids = self.takes("position_ids")
-        self.refused = tuple(name for name in LENGTHS if not self.takes(name))
+        self.refused = tuple(name for name in LENGTHS if not self.takes(name))  # collator lengths that are left out
 
     def takes(self, name: str) -> bool:
-        """Whether the function accepts a keyword of this name."""
         return self.takes_any or name in self.names
 
     def named(self, args: Args, kwargs: Call) -> Call | None:
-        """Return the arguments by name, or None if some have none.
-
-        Of those that go to ``*args``, only a single tensor has one: it is ``input_ids``.
-        """
+        # None: some arguments have no name. Of those that go to *args, only a single tensor has one: it is input_ids.
         if torch._C._get_tracing_state() is not None and not compiling():
             refuse_recording("torch.jit.trace (or torch.onnx.export, or TensorBoard's add_graph)")
         if not args:  # {**x}, here and below: dynamo traces fifty times the steps for dict(x), and {**x, **y}
@@ -59,10 +44,8 @@ class Calls:
         return {**first, **dict(zip(self.positional, args)), **kwargs}
 
     def arranged(self, args: Args, call: Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments as the original takes them, without collator lengths that it does not accept.
-
-        ``args`` are the positional arguments of the call. They show whether ``input_ids`` came through ``*args``.
-        """
+        """Return the arguments as the original takes them, without collator lengths that it does not accept."""
+        # `args` are the positional arguments of the call. They show whether `input_ids` came through *args.
         call = {**call}
         for name in self.refused:
             call.pop(name, None)
@@ -70,7 +53,6 @@ class Calls:
         return rest, call
 
     def make(self, model: Model, args: Args, call: Call) -> Any:
-        """Call the original."""
         if not self.refused and len(args) <= len(self.positional):
             return self.original(model, **call)
         rest, call = self.arranged(args, call)
@@ -78,7 +60,6 @@ class Calls:
 
 
 def refuse_recording(what: str) -> None:
-    """Raise :class:`PackingNotIsolated` because ``what`` is recording a forward."""
     raise PackingNotIsolated(
         f"{what} is recording a patched model: what it records of this batch, its documents or that it has none, would "
         "be done with every later batch. Take the patch off first: fa2patch.revert(model). torch.compile looks at "
@@ -87,7 +68,6 @@ def refuse_recording(what: str) -> None:
 
 
 def passed(call: Call, names: Iterable[str]) -> Call:
-    """Return the arguments of these names that a forward was given, without those that are None."""
     found = {}
     for name in names:  # a comprehension is another call, up to Python 3.11
         value = call.get(name)
@@ -97,7 +77,6 @@ def passed(call: Call, names: Iterable[str]) -> Call:
 
 
 def batch_shape(call: Call) -> tuple[tuple[int, int], torch.device]:
-    """Return ``(batch, length)`` and the device of a forward's inputs."""
     given = call.get("input_ids")
     given = call.get("inputs_embeds") if given is None else given
     if given is None:
@@ -110,27 +89,18 @@ def batch_shape(call: Call) -> tuple[tuple[int, int], torch.device]:
 
 
 class Batch(NamedTuple):
-    """The arguments of a forward that may say where documents start.
+    """The arguments of a forward that may say where documents start."""
 
-    Attributes:
-        shape: ``(batch, length)``.
-        device: the device of the tokens.
-        lengths: the collator's lengths.
-        position_ids: the position ids, or None.
-        mask: the part ``[batch, length]`` of a 2-D mask that describes this call's tokens, or None.
-        cached: whether it came with a cache of earlier tokens.
-    """
-
-    shape: tuple[int, int]
+    shape: tuple[int, int]  # (batch, length)
     device: torch.device
-    lengths: dict[str, Any]
+    lengths: dict[str, Any]  # the collator's
     position_ids: torch.Tensor | None
-    mask: torch.Tensor | None
+    mask: torch.Tensor | None  # the part [batch, length] of a 2-D mask that describes this call's tokens
     cached: bool
 
 
 def read_batch(call: Call, has_mixers: bool) -> Batch | None:
-    """Check the arguments that may say where documents start; None for a call that is dense in any case."""
+    # The result is None for a call that is dense in any case.
     tokens: Any = call.get("input_ids")
     tokens = call.get("inputs_embeds") if tokens is None else tokens
     if tokens is None:
@@ -155,7 +125,7 @@ def read_batch(call: Call, has_mixers: bool) -> Batch | None:
 
 
 def _refuse_capture(device: torch.device, stated: Call) -> None:
-    """Raise while a CUDA graph is captured that would replay this batch's documents."""
+    # The CUDA graph would replay this batch's documents.
     if device.type == "cuda" and not compiling() and torch.cuda.is_current_stream_capturing():
         if _replays(stated, device):
             return
@@ -168,18 +138,15 @@ def _refuse_capture(device: torch.device, stated: Call) -> None:
 
 
 def _replays(stated: Call, device: torch.device) -> bool:
-    """Whether a captured CUDA graph would read where documents are from its inputs, at every replay.
-
-    It keeps the number of documents, which is a shape, and ``max_length_q``. An assertion in the graph fails if a
-    document is longer.
-    """
+    # A captured CUDA graph then reads where documents are from its inputs, at every replay. It keeps the number of
+    # documents, which is a shape, and `max_length_q`. An assertion in the graph fails if a document is longer.
     ends, longest = stated.get("cu_seq_lens_q"), stated.get("max_length_q")
     on_device = isinstance(ends, torch.Tensor) and ends.device == device
     return on_device and isinstance(longest, int) and stated.get(PARENTS) is None
 
 
 def _check_lengths(lengths: dict[str, Any], device: torch.device) -> None:
-    """Check the collator's lengths and move them to a device. Lengths of keys stand in for those of queries."""
+    # Lengths of keys stand in for those of queries.
     for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
         if name in lengths:
             if not isinstance(lengths[name], torch.Tensor):
@@ -198,7 +165,7 @@ def _check_lengths(lengths: dict[str, Any], device: torch.device) -> None:
 
 
 def _two_dimensional(mask: object, shape: tuple[int, int], cached: bool) -> torch.Tensor | None:
-    """The mask of this call's tokens ``[batch, length]``, also from a mask ``[batch, cached + length]``; or None."""
+    # With a cache, the mask is [batch, cached + length].
     if not isinstance(mask, torch.Tensor) or mask.dim() != 2 or mask.shape[0] != shape[0]:
         return None
     if mask.shape[1] == shape[1]:
@@ -207,14 +174,14 @@ def _two_dimensional(mask: object, shape: tuple[int, int], cached: bool) -> torc
 
 
 def is_for_queries(mask: object) -> bool:
-    """Whether a mask tells the keys of each query: a tensor of 3 or more dims, a ``BlockMask``, or a dict of such."""
+    # Such a mask tells the keys of each query: a tensor of 3 or more dims, a BlockMask, or a dict of such.
     if isinstance(mask, dict):
         return bool(mask) and all(value is None or is_for_queries(value) for value in mask.values())
     return getattr(mask, "ndim", 0) > 2 or type(mask).__name__ == "BlockMask"
 
 
 def has_pictures(call: Call) -> bool:
-    """Whether pictures, films or sound are among a forward's arguments."""
+    # pictures, films or sound
     for name in call:  # noqa: SIM110 - any() of a generator is two calls more, and of both lists this is the shorter one
         if name in MEDIA and call[name] is not None:
             return True

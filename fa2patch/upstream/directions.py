@@ -23,14 +23,13 @@ from .seams.formula import is_causal
 
 _MAKES = re.compile(r"create_\w*mask\w*")
 _LATER = re.compile(r"causal|tril|triu|future|decoder_attention_mask|_prepare_attn_mask")
+# the argument of functions that make masks (4.53 on) for a function that lets more tokens be seen
 ADDED = "or_mask_function"
-"""The argument of functions that make masks (4.53 on) for a function that lets more tokens be seen."""
 
 _FLAG = "use_bidirectional_attention"
 
 
 def look(model: ModelLayers, facts: Facts) -> None:
-    """Refuse a model whose masks and layers contradict each other."""
     not_said = _unsaid(model)
     if not_said:
         raise LayerNotPatchable(
@@ -50,7 +49,7 @@ def look(model: ModelLayers, facts: Facts) -> None:
 
 
 def _is_told(model: Model) -> bool:
-    """Whether the masks that a model's ``forward`` makes depend on the types of tokens."""
+    # The masks that the model's `forward` makes then depend on the types of tokens.
     forward = inspecting.forward_of(type(model))
     makes = any(_MAKES.fullmatch(name) for name in inspecting.names_read(forward))
     return makes and inspecting.takes(forward, "token_type_ids")
@@ -77,13 +76,13 @@ def _contradiction(entered: Sequence[Any], layers: Sequence[Any]) -> str:
 
 
 def _is_turned(layer: Any) -> bool:
-    """Whether a causal layer's ``is_causal`` was set to False after it was made (LLM2Vec's way)."""
+    # LLM2Vec sets the `is_causal` of causal layers to False after they were made.
     made = inspecting.defining(type(layer), "__init__").__init__  # type: ignore[misc]
     return getattr(layer, "is_causal", True) is False and inspecting.stored(made, "is_causal") == {True}
 
 
 def _masks_come_from_upstream(decoder: Any) -> bool:
-    """Whether known code makes a decoder's masks for causal attention, so that tokens see no later ones."""
+    # If known code makes the masks for causal attention, tokens see no later ones.
     forward = type(decoder).forward
     methods = (getattr(type(decoder), name, None) for name in inspecting.names_read(forward) if _LATER.search(name))
     makes = [method for method in methods if method is not None]
@@ -91,10 +90,8 @@ def _masks_come_from_upstream(decoder: Any) -> bool:
 
 
 def _unsaid(model: ModelLayers) -> str:
-    """Why it is not known whether a model is causal; empty if its layers say so, or nothing makes causal masks.
-
-    Layers that compute attention by themselves follow the mask, and most of them are encoders'.
-    """
+    # The result is why it is not known whether a model is causal. Layers that compute attention by themselves follow
+    # the mask, and most of them are encoders'.
     for layer in model.attention:
         says = hasattr(layer.module, "is_causal") or hasattr(layer.module, "is_decoder")
         if layer.by_itself and not says:
@@ -114,7 +111,7 @@ def _unsaid(model: ModelLayers) -> str:
 
 
 def _names_in(decoder: Model) -> Iterator[str]:
-    """The names that the methods of a decoder and of its modules use."""
+    # the names that the methods of a decoder and of its modules use
     for cls in dict.fromkeys(map(type, named_modules(decoder).values())):
         for base in cls.__mro__:
             if base.__module__ == cls.__module__ and not inspecting.is_of_torch(base):
@@ -137,24 +134,19 @@ def _causal_masks(model: Model) -> bool | None:
 
 
 def adds_the_later_ones(config: object) -> bool:
-    """Whether the config of an otherwise causal model lets all tokens see each other (EmbeddingGemma)."""
+    # EmbeddingGemma is otherwise causal, and its config lets all tokens see each other.
     return getattr(config, _FLAG, None) in (True, "all")
 
 
 def is_two_sided(function: object, config: Config) -> bool:
-    """Whether a function makes masks in which tokens see later tokens.
-
-    In 5.x a function for causal masks also makes such masks if ``config.is_causal`` is False.
-    """
+    # In 5.x a function for causal masks makes two-sided masks, too, if `config.is_causal` is False.
     turned = inspecting.has_constant(function, "is_causal") and not getattr(config, "is_causal", True)
     return turned or "bidirectional" in getattr(inspecting.code_of(function), "co_name", "")
 
 
 def reach(window: int) -> int:
-    """The smallest distance at which a two-sided sliding window of Transformers hides two tokens from each other.
-
-    It is ``config.sliding_window``, or one more in versions whose window includes that distance.
-    """
+    """The smallest distance at which a two-sided sliding window of Transformers hides two tokens from each other."""
+    # It is `config.sliding_window`, or one more in versions whose window includes that distance.
     masking = importlib.import_module("transformers.masking_utils")
     overlay = getattr(masking, "sliding_window_bidirectional_overlay", None)
     return window + 1 if overlay is not None and overlay(window)(0, 0, 0, window) else window

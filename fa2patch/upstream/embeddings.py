@@ -23,11 +23,10 @@ from .step import Step, Trait
 
 
 class NoisyEmbeddings(Trait):
-    """Hand the documents to noise on the embeddings (NEFTune), which is scaled by a row's length.
+    """Hand the documents to noise on the embeddings (NEFTune), which is scaled by a row's length."""
 
-    Such code is a forward hook of the embedding, or its forward if that is not torch's. It is known by drawing random
-    numbers, and is called for documents of one length at a time. The documents are attached to ``input_ids``.
-    """
+    # Such code is a forward hook of the embedding, or its forward if that is not torch's. It is known by drawing random
+    # numbers, and is called for documents of one length at a time. The documents are attached to `input_ids`.
 
     name = "noisy embeddings"
 
@@ -62,18 +61,14 @@ class NoisyEmbeddings(Trait):
 
 
 class ByDocument:
-    """Adds noise to the embeddings of a packed row document by document, by a hook or a forward that adds it to a row.
+    """Adds noise to the embeddings of a packed row document by document, by a hook or a forward for whole rows."""
 
-    Other hooks of an embedding are called once, with the whole row: some take its gradient, and would take it twice.
-
-    Attributes:
-        added: whether it has added noise to a whole row since this was set to False.
-    """
+    # Other hooks of an embedding are called once, with the whole row: some take its gradient, and would take it twice.
 
     def __init__(self, function: Any) -> None:
         functools.update_wrapper(self, function)
         self.function = function
-        self.added = False
+        self.added = False  # whether it has added noise to a whole row since this was set to False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         riding = (attached.take(tensor, attached.EMBEDDED) for tensor in _tensors([*args, *kwargs.values()]))
@@ -113,7 +108,6 @@ def take_apart(model: Model) -> None:
 
 
 def put_back(module: torch.nn.Module) -> None:
-    """Undo :func:`take_apart`."""
     hooks, own = module._forward_hooks, vars(module)
     held: list[tuple[Any, Any, Any]] = [(hooks, key, hook) for key, hook in hooks.items()]
     for table, key, function in [*held, (own, "forward", own.get("forward"))]:
@@ -124,7 +118,7 @@ def put_back(module: torch.nn.Module) -> None:
 
 
 def _noise(embedding: torch.nn.Module | None) -> Iterator[tuple[Any, Any, Any]]:
-    """What adds noise in a module: the table and the key that hold it, and the function."""
+    # the table and the key that hold what adds noise, and the function
     if embedding is None:
         return
     for key, hook in embedding._forward_hooks.items():
@@ -135,7 +129,6 @@ def _noise(embedding: torch.nn.Module | None) -> Iterator[tuple[Any, Any, Any]]:
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """The tensors among arguments, and in tuples among them."""
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value
@@ -144,7 +137,7 @@ def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 
 class ScaledEmbeddings(Trait):
-    """Scale embeddings with token dropout (ESM) document by document. These are attached to ``position_ids``."""
+    # Token dropout (ESM) scales embeddings. The documents are attached to `position_ids`.
 
     name = "scaled embeddings"
 
@@ -165,10 +158,8 @@ def _scaled(model: ModelLayers) -> list[torch.nn.Module]:
 
 
 def scaled_by_document(original: Function) -> Function:
-    """Replacement for the ``forward`` of such embeddings: each document is scaled by its own mask tokens.
-
-    Some versions pass them no mask. There the documents come on ``position_ids``.
-    """
+    # Each document is scaled by its own mask tokens. Some versions pass no mask to these embeddings. There the
+    # documents come on `position_ids`.
     names = inspecting.parameter_names(original)[1:]
 
     @functools.wraps(original)
@@ -198,11 +189,8 @@ _TYPES = "token_type_ids"
 
 
 class TokenTypes(Trait):
-    """Give zeros ``[batch, length]`` with a packed batch that has no token types.
-
-    BERT and its kin up to 4.57 and ConvBERT have a table of zeros, with one for each position, and cut it to the length
-    of the row, which may be longer than the table.
-    """
+    # BERT and its kin up to 4.57 and ConvBERT have a table of zeros, with one for each position, and cut it to the
+    # length of the row, which may be longer than the table.
 
     name = "token types"
 

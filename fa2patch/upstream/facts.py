@@ -16,67 +16,43 @@ from .rope import LengthScaled
 
 @dataclass
 class Facts:
-    """What is known of a model since ``apply`` looked at it. A forward goes by it.
-
-    Attributes:
-        architecture: the model's row of the registry.
-        padded: whether its padded batches are computed packed.
-        both_ways: whether a layer lets tokens see later tokens, as in an encoder.
-        contradiction: how the masks and the layers differ in that; empty if they agree.
-        told_of_types: whether the masks may be told of tokens that see each other (PaliGemma in 5.x). In such a call
-            they say outright who sees whom, and in any other call a contradiction is an error.
-        first_position: the position of a document's first token if a batch has no position ids.
-        by_column: whether the model embeds a token's place in the row if a batch has no position ids. In a row that is
-            padded left, that is not the token's place in its document.
-        row_positions: whether embeddings look positions up along the row (DistilBERT up to 4.57).
-        rope: the rope scaling that depends on the sequence length, or None.
-        rope_by_document: whether the documents must be handed to the decoder's rotary modules (longrope).
-        row_head: how the head computes one result per row, as a text for an error; empty if it does not.
-        has_mixers: whether layers other than attention carry state along the row.
-        keeps_cache: whether packed batches are computed with a cache: Gemma 3n's later layers read the keys and values
-            of earlier layers from it.
-        carrier: the forward argument that is replaced by the packed mask.
-        stops_ids: whether the decoder takes no ``position_ids`` (Mamba, RWKV, OPT up to 4.45).
-        makes_masks: whether the outermost model makes masks for the models inside it (Gemma 3 up to 4.52).
-        by_document: whether the decoder is called for each document.
-        windows_of_flash: whether flash attention alone has the window of the config, and eager code has none.
-    """
+    """What is known of a model since ``apply`` looked at it. A forward goes by it."""
 
     architecture: Architecture = Architecture("")
-    padded: bool = False
-    both_ways: bool = True
-    contradiction: str = ""
+    padded: bool = False  # whether padded batches are computed packed
+    both_ways: bool = True  # whether a layer lets tokens see later tokens, as in an encoder
+    contradiction: str = ""  # how the masks and the layers differ in that; empty if they agree
+    # The masks may be told of tokens that see each other (PaliGemma in 5.x). In such a call they say outright who sees
+    # whom, and in any other call a contradiction is an error.
     told_of_types: bool = False
-    first_position: int = 0
+    first_position: int = 0  # of a document's first token if a batch has no position ids
+    # The model embeds a token's place in the row if a batch has no position ids. In a row that is padded left, that is
+    # not the token's place in its document.
     by_column: bool = False
-    row_positions: bool = False
-    rope: LengthScaled | None = None
-    rope_by_document: bool = False
-    row_head: str = ""
-    has_mixers: bool = False
+    row_positions: bool = False  # whether embeddings look positions up along the row (DistilBERT up to 4.57)
+    rope: LengthScaled | None = None  # a rope scaling that depends on the sequence length
+    rope_by_document: bool = False  # whether the decoder's rotary modules must get the documents (longrope)
+    row_head: str = ""  # how the head computes one result per row, as a text for an error
+    has_mixers: bool = False  # whether layers other than attention carry state along the row
+    # Gemma 3n's later layers read the keys and values of earlier layers from a cache, also in packed batches.
     keeps_cache: bool = False
-    carrier: str = "attention_mask"
-    stops_ids: bool = False
+    carrier: str = "attention_mask"  # the forward argument that the packed mask replaces
+    stops_ids: bool = False  # whether the decoder takes no position_ids (Mamba, RWKV, OPT up to 4.45)
+    # whether the outermost model makes masks for the models inside it (Gemma 3 up to 4.52)
     makes_masks: bool = False
-    by_document: bool = False
+    by_document: bool = False  # whether the decoder is called for each document
+    # whether flash attention alone has the window of the config, and eager code has none
     windows_of_flash: bool = False
 
 
 class Role(NamedTuple):
-    """The role of a model among the models that a call goes through.
+    """The role of a model among the models that a call goes through."""
 
-    Attributes:
-        outermost: whether no other model is around it.
-        innermost: whether it is the base model, which loops over the layers.
-        predicts_the_next: whether a label is predicted by the token before it.
-        pools: whether its head pools the last token of each row. Packed batches are pooled for each document.
-        rejected: the collator lengths that its ``forward``, or one that runs through ``super()``, does not accept.
-    """
-
-    outermost: bool
-    innermost: bool
-    predicts_the_next: bool = False
-    pools: bool = False
+    outermost: bool  # no other model is around it
+    innermost: bool  # it is the base model, which loops over the layers
+    predicts_the_next: bool = False  # a label is predicted by the token before it
+    pools: bool = False  # its head pools the last token of each row; packed batches are pooled for each document
+    # the collator lengths that its `forward`, or one that runs through super(), does not accept
     rejected: tuple[str, ...] = LENGTHS
 
 

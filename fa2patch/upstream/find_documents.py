@@ -25,27 +25,17 @@ from .ulysses import RowPart, of_whole_rows, refuse_unsaid
 def packed_mask_of(
     call: Call,
     patch: Patched,
-    made_inside: bool = False,
-    training: bool = False,
+    made_inside: bool = False,  # an outer model made the ids, so that only certain restarts start a document
+    training: bool = False,  # ids that jump behind padding are then an error; otherwise they are upstream's filler
     part: RowPart | None = None,
+    # The model gives the same outputs for one document if its row is computed packed. In a graph such a row is always
+    # packed, because the graph cannot choose by what ids say.
     may_be_packed: bool = False,
-    always: bool = False,
+    always: bool = False,  # rows with one document each are packed, too
 ) -> PackedMask | None:
-    """Return the :class:`PackedMask` of a packed batch, or None for a dense batch.
-
-    A batch with one document in each row is packed only if ``cu_seq_lens_*`` are given, if rows are split over
-    processes, or ``always``. For a packed batch without ``position_ids``, ``call["position_ids"]`` is set.
-
-    Args:
-        call: the arguments of the forward by name.
-        patch: the model's ``Patch``.
-        made_inside: whether an outer model made the position ids. Only certain restarts then start a document.
-        training: whether ids that jump behind padding are an error. Otherwise they are taken for upstream's filler.
-        part: the part of every row that this process holds; None if rows are whole.
-        may_be_packed: whether the model gives the same outputs for one document if its row is computed packed. In a
-            compiled graph such a row is always packed, because the graph cannot choose by what ids say.
-        always: whether rows with one document each are packed, too.
-    """
+    """Return the :class:`PackedMask` of a packed batch, or None for a dense batch."""
+    # A batch with one document in each row is packed only if `cu_seq_lens_*` are given, if rows are split over
+    # processes, or `always`. A packed batch without `position_ids` gets them in `call`.
     facts, first = patch.facts, patch.facts.first_position
     batch = read_batch(call, facts.has_mixers)
     rows = batch if part is None else of_whole_rows(batch, part, call)
@@ -85,11 +75,8 @@ def packed_mask_of(
 
 
 def _refuse_rows_beside_a_causal_mask(call: Call, first: int) -> None:
-    """Refuse ids that restart in a call with a cache whose masks for every query let documents see each other.
-
-    ``generate()`` with a static cache makes such masks of any row, one or one for each kind of layer, and passes the
-    position ids on. Masks that keep documents apart say what upstream needs.
-    """
+    # `generate()` with a static cache makes such masks of any row, one or one for each kind of layer, and passes the
+    # position ids on. Masks that keep documents apart say what upstream needs.
     ids, given = call.get("position_ids"), call.get("attention_mask")
     if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or ids.shape[1] == 1 or compiling() or not caches.held(call):
         return
@@ -103,17 +90,12 @@ def _refuse_rows_beside_a_causal_mask(call: Call, first: int) -> None:
 
 
 def _documents_meet(ids: torch.Tensor, mask: Any, first: int) -> bool:
-    """Whether a token at which ids restart sees an earlier one. Padding, whose ids are fillers, does not count.
-
-    Args:
-        ids: ``[batch or 1, length]``.
-        mask: ``[batch, 1, length, keys]``, True or 0 where a query sees a key; ``[batch, keys]``, not 0 for real keys,
-            the last of which are this call's; None where every query sees all up to itself; or another kind, such as
-            a ``BlockMask``, which is not looked into: then ids that have counted up before they restart are enough.
-        first: the position id of a document's first token. Whoever counts from 0 in any model, as ``generate()`` does,
-            passes ``first`` as he counts on.
-    """
+    """Whether a token at which ids restart sees an earlier one. Padding, whose ids are fillers, does not count."""
+    # `ids` are [batch or 1, length]. A mask [batch, 1, length, keys] is True or 0 where a query sees a key. In
+    # [batch, keys] real keys are not 0, and the last keys are this call's. None: every query sees all up to itself.
+    # Another mask (a BlockMask) is not looked into: ids that have counted up before they restart are then enough.
     length, counts_on = ids.shape[1], ids[:, 1:] == ids[:, :-1] + 1
+    # Whoever counts from 0 in any model, as `generate()` does, passes `first` as he counts on.
     starts = ((ids[:, 1:] == first) | (ids[:, 1:] == 0)) & ~counts_on
     if isinstance(mask, torch.Tensor) and mask.dim() == 4 and mask.shape[2] == length and mask.shape[3] >= length:
         sees = (mask if mask.dtype == torch.bool else mask == 0)[:, 0]
@@ -131,7 +113,7 @@ def _documents_meet(ids: torch.Tensor, mask: Any, first: int) -> bool:
 
 
 def _within_rope(found: Boundaries, rope: LengthScaled, shape: tuple[int, int], ids: torch.Tensor, split: bool) -> int:
-    """The largest position id + 1, which a rope depends on and checks. ``split``: whether rows are."""
+    # the largest position id + 1, which a rope depends on; `split` says whether rows are split over processes
     longest = found.positions
     if longest is None or ids.dim() > 2:
         longest = largest(ids) + 1  # ids may jump, so that a document's length does not say how far they reach
@@ -141,7 +123,6 @@ def _within_rope(found: Boundaries, rope: LengthScaled, shape: tuple[int, int], 
 
 
 def _stated(batch: Batch, both_ways: bool) -> Boundaries:
-    """The boundaries that the collator's lengths state."""
     found = from_cu_seqlens(
         batch.lengths["cu_seq_lens_q"],
         batch.lengths.get("max_length_q"),
@@ -160,11 +141,8 @@ def _stated(batch: Batch, both_ways: bool) -> Boundaries:
 
 
 def _stays_in_the_graph(batch: Batch, call: Call, training: bool) -> bool:
-    """Whether one row's documents can be found by an operator of a graph being captured.
-
-    A row that may be one document must then be computed packed without a loss. Outside training it may need the cache,
-    which packed rows have none of.
-    """
+    # A row that may be one document must be computed packed without a loss. Outside training it may need the cache,
+    # which packed rows have none of.
     if not HAS_OPERATORS or batch.shape[0] != 1 or batch.shape[1] == 1:
         return False
     asks = call.get("attention_mask") is not None or batch.cached or call.get("output_attentions")
@@ -175,11 +153,8 @@ def _stays_in_the_graph(batch: Batch, call: Call, training: bool) -> bool:
 def _recognised(
     batch: Batch, first_position: int, made_inside: bool, training: bool, always: bool
 ) -> Boundaries | None:
-    """The boundaries that position ids, ``seq_idx`` or a mask of document numbers give; None for a dense batch.
-
-    If ``always``, a batch with one document in each row has boundaries, too: if rows are split over processes, because
-    upstream's code knows only a part of each row, or if the model takes no position ids.
-    """
+    # With `always`, a batch with one document in each row has boundaries, too: if rows are split over processes,
+    # because upstream's code knows only a part of each row, or if the model takes no position ids.
     seq_idx, mask = batch.lengths.get("seq_idx"), batch.mask
     says_nothing = batch.position_ids is None and seq_idx is None and (mask is None or mask.dtype == torch.bool)
     if says_nothing or (batch.shape[1] == 1 and not always):
@@ -206,12 +181,7 @@ def _position_ids(
     part: RowPart | None,
     pictures: bool,
 ) -> torch.Tensor:
-    """The position ids of a packed batch: those on several axes for its pictures, those that it has, or a count.
-
-    From each token's place in its document, a document's first is ``facts.first_position``. RoBERTa and its kin count
-    them from ``input_ids``: the padding token, one below it, has the id of its own number. A real token may be one.
-    Those behind it then count on without it.
-    """
+    """The position ids of a packed batch: those on several axes for its pictures, those that it has, or a count."""
     for name in LENGTHS if pictures else ():  # 5.10 to 5.16 pass them on to the vision tower, which has its own
         call.pop(name, None)
     on_axes = None
@@ -229,6 +199,8 @@ def _position_ids(
         return part.own(counted) + first
     if tokens is None or not first:
         return counted + first
+    # RoBERTa and its kin count from `input_ids`: the padding token, one below `first_position`, has the id of its own
+    # number. A real token may be one. Those behind it then count on without it.
     real = (tokens != first - 1).flatten().long()
     before = real.cumsum(0) - real
     starts = torch.arange(len(real), device=real.device) - counted.flatten()

@@ -25,67 +25,46 @@ from .seams import formula, interface
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer that must be replaced for packed rows: an attention layer or a mixer.
+    """A layer that must be replaced for packed rows: an attention layer or a mixer."""
 
-    Attributes:
-        name: the layer's name in the decoder.
-        seam: ``"interface"`` or ``"formula"`` for an attention layer, ``"mixer"`` for a mixer; ``"document"`` for an
-            attention layer whose base model computes each document by itself.
-        site: the attribute through which the layer is given the boundaries.
-        others: more attributes that this seam needs replaced.
-        module: the layer. A plan drops it, because the patch is copied with its model.
-        by_itself: whether the layer's class computes attention by itself, as most encoders' do, and follows the mask.
-    """
-
-    name: str
+    name: str  # in the decoder
+    # "interface" or "formula" for an attention layer, "mixer" for a mixer, "document" for an attention layer whose base
+    # model computes each document by itself
     seam: str
-    site: Site
-    others: tuple[Site, ...] = ()
+    site: Site  # the attribute through which the layer is given the boundaries
+    others: tuple[Site, ...] = ()  # more attributes that this seam needs replaced
+    # A plan drops the module, because the patch is copied with its model.
     module: Any = field(default=None, compare=False, repr=False)
-    by_itself: bool = False
+    by_itself: bool = False  # its class computes attention by itself, as most encoders' do, and follows the mask
 
     @property
     def fused(self) -> bool:
-        """Whether the layer's function takes query, key and value in one tensor (ModernBERT up to 5.0)."""
+        # ModernBERT's functions up to 5.0 take query, key and value in one tensor.
         if self.site.make is not formula.routed_table:
             return False
         return formula.is_fused(vars(self.site.owner)[self.site.attribute][formula.EAGER])
 
 
 class ModelLayers:
-    """A Transformers model and its layers. It is walked once, and what is found is kept for all that look at it.
-
-    Args:
-        model: the Transformers model.
-        architecture: the ``model_type`` of the registry row to use instead of that of ``config.model_type``.
-
-    Attributes:
-        modules: the modules of the model, by their names.
-        entered: the models whose ``forward`` a call goes through, the outermost first.
-        decoder: the innermost of them, which loops over the layers.
-        architecture: the model's row of the registry.
-        vouched: whether the row is registered for the model type, or was named.
-
-    Raises:
-        UnknownArchitecture: the registry has no row of this name.
-    """
+    """A Transformers model and its layers. It is walked once, and what is found is kept for all that look at it."""
 
     def __init__(self, model: Model, architecture: str | None = None) -> None:
+        # `architecture` is the model_type of the registry row to use instead of that of config.model_type.
         self.model, self.modules = model, named_modules(model)
+        # the models whose `forward` a call goes through, the outermost first
         self.entered: tuple[Any, ...] = tuple(models(model, self.modules.values()))
-        self.decoder: Model = self.entered[-1]
+        self.decoder: Model = self.entered[-1]  # it loops over the layers
         config: Any = getattr(self.decoder, "config", None)
         self.architecture = row_of(config) if architecture is None else lookup(architecture)
+        # whether the row is registered for the model type, or was named
         self.vouched = architecture is not None or is_registered(config)
 
     @cached_property
     def text_modules(self) -> dict[str, Any]:
-        """The modules of the decoder through which its tokens run, by their names in it."""
         return text_modules(self.decoder)
 
     @cached_property
     def mask_makers(self) -> dict[type, list[find_masks.Maker]]:
-        """Where the functions lie that make masks, for the class of each model in ``entered``."""
         return {type(model): find_masks.makers(type(model)) for model in self.entered}
 
     @cached_property
@@ -105,18 +84,15 @@ class ModelLayers:
 
     @property
     def by_document(self) -> bool:
-        """Whether the base model computes each document by itself."""
         return any(layer.seam == "document" for layer in self.attention)
 
     @property
     def apart(self) -> bool:
-        """The earlier name of :attr:`by_document`."""
         warnings.warn("ModelLayers.apart is called by_document.", FutureWarning, stacklevel=2)
         return self.by_document
 
     @property
     def layers(self) -> tuple[Layer, ...]:
-        """Every layer that must be given the boundaries."""
         return (*self.attention, *self.mixers)
 
     def __str__(self) -> str:
@@ -127,7 +103,6 @@ class ModelLayers:
 
 
 def _attention_layers(model: ModelLayers) -> tuple[Layer, ...]:
-    """Every attention layer of a decoder that offers a seam, in the order of the decoder's modules."""
     seams: dict[type, Layer | None] = {}
     layers, decoder = [], model.decoder
     for name, module in model.text_modules.items():
@@ -145,7 +120,7 @@ def _attention_layers(model: ModelLayers) -> tuple[Layer, ...]:
 
 
 def _only_by_document(layer: Layer, decoder: Model) -> bool:
-    """Whether no kernel can compute what a layer does: more than a mask says, or attention of the user's own."""
+    # A kernel cannot compute what such a layer does: more than a mask says, or attention of the user's own.
     if layer.by_itself and formula.says_more(layer.module):
         return True
     modeling = inspecting.defining(type(layer.module), "forward").__module__
@@ -155,10 +130,8 @@ def _only_by_document(layer: Layer, decoder: Model) -> bool:
 
 
 def _of_dense_batches(layer: Layer, implementation: str | None) -> Iterator[Any]:
-    """The functions that compute a layer's attention in a dense batch, and the ``forward`` that computes packed ones.
-
-    None stands for one that is missing.
-    """
+    # The functions that compute a layer's attention in a dense batch, and the `forward` that computes packed ones. None
+    # stands for one that is missing.
     owner, attribute = layer.site.owner, layer.site.attribute
     if implementation == "sdpa":
         yield torch.nn.functional.scaled_dot_product_attention
@@ -178,12 +151,11 @@ def _of_dense_batches(layer: Layer, implementation: str | None) -> Iterator[Any]
 
 
 def _as_it_is(original: Function) -> Function:
-    """The forward of a base model is replaced for every patched model."""
+    # This site needs no replacement of its own: the forward of a base model is replaced for every patched model.
     return original
 
 
 def _seam_of(module: torch.nn.Module) -> Layer | None:
-    """The seam of a module's class, as of a layer without a name; None if it has none."""
     cls = type(module)
     if is_of_torch(cls):
         return None
@@ -202,7 +174,7 @@ def _seam_of(module: torch.nn.Module) -> Layer | None:
 
 
 def claims_flash_attention(model: ModelLayers) -> bool:
-    """Whether a model declares flash attention support, or its attention layers have flash code of their own."""
+    # A flag of the model says so, or attention layers with flash code of their own.
     said = any(
         getattr(part, name, False)
         for part in model.entered
@@ -212,11 +184,9 @@ def claims_flash_attention(model: ModelLayers) -> bool:
 
 
 def blocks_without(model: ModelLayers) -> dict[str, str]:
-    """Return blocks without attention or a mixer whose siblings have one, as names and class names.
-
-    Blocks are the members of the module lists that hold the found layers. Blocks that take no mask and are not called
-    attention are left out. If no layer was found, the members of all module lists are returned.
-    """
+    """Return blocks without attention or a mixer whose siblings have one, as names and class names."""
+    # Blocks are the members of the module lists that hold the found layers. Those that take no mask and are not called
+    # attention are left out. If no layer was found, the members of all module lists are returned.
     modules, found = model.text_modules, model.layers
     holding: dict[str, set[str]] = {}
     for layer in found:
@@ -235,7 +205,7 @@ def blocks_without(model: ModelLayers) -> dict[str, str]:
 
 
 def _may_look_around(block: torch.nn.Module) -> bool:
-    """Whether a block or a part of it takes a mask or is called attention. Nemotron-H has blocks with an MLP only."""
+    # Not every block looks at other tokens: Nemotron-H has blocks with an MLP only.
     inside = {type(module) for module in named_modules(block).values() if module is not block}
     return "attention" in type(block).__name__.lower() or any(
         "attention" in cls.__name__.lower() or _takes_mask(cls.forward) for cls in inside if not is_of_torch(cls)
@@ -254,31 +224,27 @@ _WEIGHTS = ("A_log", "dt_bias", "time_decay", "conv_kernel")
 _ARGUMENTS = {"cache_params", "conv_state", "conv_states", "ssm_state", "recurrent_state", "recurrent_states"}
 
 
-_MASKS = ("attention_mask", "mask", "conv_mask")
-"""Names of the mask argument through which a mixer is given the boundaries."""
+_MASKS = ("attention_mask", "mask", "conv_mask")  # arguments through which a mixer is given the boundaries
 
 
 def _takes_mask(forward: Function) -> bool:
-    """Whether a ``forward`` takes a mask, or ``*args``, which may hold one."""
+    # *args may hold a mask, here and below.
     return inspecting.takes_any_position(forward) or any(inspecting.takes(forward, name) for name in _MASKS)
 
 
 def _takes_positions(forward: Function) -> bool:
-    """Whether a ``forward`` takes what Mamba up to 4.44 hands to its layers instead of a mask, or ``*args``."""
+    # Mamba up to 4.44 hands cache_position to its layers instead of a mask.
     return inspecting.takes_any_position(forward) or inspecting.takes(forward, "cache_position")
 
 
 def _takes_cache(forward: Function) -> bool:
-    """Whether a ``forward`` takes a cache or a state, which RWKV and xLSTM hand to their layers, or ``*args``."""
+    # RWKV and xLSTM hand a cache or a state to their layers.
     return inspecting.takes_any_position(forward) or bool(caches.taken_by(forward))
 
 
 def _mixer_layers(model: ModelLayers) -> Iterator[Layer]:
-    """Yield the layers through which ``model.carrying`` can be given the boundaries.
-
-    Such a layer is the mixer, or the nearest module around it, whose forward takes a mask and that holds no attention
-    layer. In a model without attention, it may also take a ``cache_position`` or a cache instead of a mask.
-    """
+    # A mixer is given the boundaries in its own forward, or in that of the nearest module around it, which must take a
+    # mask and hold no attention layer. In a model without attention, `cache_position` or a cache will do as well.
     names = [f"{layer.name}." for layer in model.attention]
     ways = [_takes_mask] if names else [_takes_mask, _takes_positions, _takes_cache]
     done: set[str] = set()
@@ -296,10 +262,7 @@ def _mixer_layers(model: ModelLayers) -> Iterator[Layer]:
 
 
 def carrier(model: ModelLayers) -> str:
-    """Return the argument of a decoder without attention that reaches all of its mixers.
-
-    The packed mask replaces this argument. It is ``"attention_mask"`` if no argument reaches them all.
-    """
+    """Return the argument of a decoder without attention that the packed mask replaces: it reaches all mixers."""
     forward = type(model.decoder).forward
     given, cached = inspecting.upstream_parameters(forward), caches.taken_by(forward)
     # xLSTM's decoder takes a cache, its layers take state
@@ -316,12 +279,8 @@ def _takes(module: torch.nn.Module, taken: Callable[[Function], bool]) -> bool:
 
 
 def mixers_among(modules: dict[str, Any], attention: Iterable[Layer]) -> dict[str, str]:
-    """Return the modules that carry state along the row outside attention, as names and the evidence for it.
-
-    Args:
-        modules: the modules to look at, by their names.
-        attention: the attention layers among them: the name of Kimi Linear's full attention matches too.
-    """
+    """Return the modules that carry state along the row outside attention, as names and the evidence for it."""
+    # The name of Kimi Linear's full attention matches too, so attention layers are left out.
     others, classes = {layer.module for layer in attention}, {*map(type, modules.values())}
     called = {cls for cls in classes if _NAMES.search(cls.__name__) and "Norm" not in cls.__name__}
     may = {cls for cls in classes if issubclass(cls, _OF_TORCH) or not is_of_torch(cls)}

@@ -1,13 +1,4 @@
-"""Find the functions that make 4-D masks for a model.
-
-They are:
-
-- 4.34: ``Model._prepare_decoder_attention_mask`` (Falcon: ``_prepare_attn_mask``)
-- 4.35 on: ``_prepare_4d_*`` in the modeling module
-- 4.38 to 4.52: ``Model._update_causal_mask``, and on a GPU ``AttentionMaskConverter`` as well
-- ``Model.get_extended_attention_mask`` of encoders (up to 4.57), which makes a causal mask if they are decoders
-- 4.53 on: ``create_*_mask`` in the modeling module, which look up a function in ``ALL_MASK_ATTENTION_FUNCTIONS``
-"""
+"""Find the functions that make 4-D masks for a model: methods of it, and functions in its modeling module."""
 
 from __future__ import annotations
 
@@ -23,31 +14,31 @@ from .._types import Function, Model
 from . import inspecting
 from .foreign import is_known, is_of_model
 
+# ModernBERT's method (4.48 to 5.0), which returns a mask for global and one for local layers
 TWO_MASKS = "_update_attention_mask"
-"""ModernBERT's method (4.48 to 5.0), which returns a mask for global and one for local layers."""
 
 METHODS = (
-    "_update_causal_mask",
-    "_prepare_decoder_attention_mask",
-    "_prepare_attn_mask",
+    "_update_causal_mask",  # 4.38 to 4.52
+    "_prepare_decoder_attention_mask",  # 4.34
+    "_prepare_attn_mask",  # Falcon in 4.34
     "_update_linear_attn_mask",
     "_update_mamba_mask",
-    "get_extended_attention_mask",
+    "get_extended_attention_mask",  # of encoders, up to 4.57: a causal mask if they are decoders
     TWO_MASKS,
 )
+# `_prepare_4d_*` from 4.35 on; `create_*_mask` from 4.53 on, which look up a function in ALL_MASK_ATTENTION_FUNCTIONS
 FUNCTIONS = re.compile(r"create_\w*masks?(_mapping|_for_generate|_for_vision_model)?|_prepare_4d_\w+")
-UNMASK = "_unmask_unattended"
+UNMASK = "_unmask_unattended"  # of AttentionMaskConverter, which 4.38 to 4.52 use as well on a GPU
 
+# where the dictionary of functions that make masks is, by attn_implementation
 REGISTERED = "transformers.masking_utils", inspecting.MASK_FUNCTIONS
-"""Where the dictionary of functions that make masks is, by ``attn_implementation``."""
 
 
+# the class or the modeling module in which a function that makes masks lies, and the name of its attribute
 Maker = tuple[Union[type, ModuleType], str]
-"""Where a function lies that makes masks: the class or the modeling module, and the name of its attribute."""
 
 
 def makers(base_model: type) -> list[Maker]:
-    """Where the functions lie that make masks for this class of models, or for a class that it inherits from."""
     own = [cls for cls in base_model.__mro__ if issubclass(cls, torch.nn.Module)]  # not a mix-in of all models
     found: list[Maker] = [
         (cls, name)
@@ -67,15 +58,12 @@ def makers(base_model: type) -> list[Maker]:
 
 
 def calls_method(model: type, name: str) -> bool:
-    """Whether the ``forward`` of a class of models calls a method or a function of this name."""
     return any(inspecting.reads_name(forward, name) for forward in inspecting.forwards_that_run(model))
 
 
 def of_the_user(model: Model, made_by: Iterable[Maker]) -> Any:
-    """The user's among the functions that make masks for a model, which a packed mask would replace; None if none is.
-
-    Remote code's own function makes the masks of its own models, and an override in a subclass is the user's.
-    """
+    # A packed mask would replace the user's function. Remote code's own function makes the masks of its own models, and
+    # an override in a subclass is the user's.
     for owner, name in made_by:
         home = owner.__name__ if isinstance(owner, ModuleType) else owner.__module__
         function = getattr(owner, name)
@@ -91,14 +79,10 @@ def of_the_user(model: Model, made_by: Iterable[Maker]) -> Any:
 
 
 def registered_by_the_user(implementation: object) -> Any:
-    """The user's function in the dictionary of functions that make masks; None for Transformers' own, or for none."""
     found = inspecting.dictionary_in(*REGISTERED).get(implementation)
     return None if found is None or is_known(found) else found
 
 
 def _makes_one(method: Function) -> bool:
-    """Whether a method returns one mask.
-
-    OPT's in 4.46 and 4.47 returns two, and makes them with functions that are replaced.
-    """
+    # OPT's in 4.46 and 4.47 returns two masks, and makes them with functions that are replaced.
     return not inspecting.takes(method, "input_shape") or method.__name__ != METHODS[0]

@@ -14,12 +14,11 @@ from .._types import Model
 from ..errors import NotAModel
 from . import inspecting
 
-_INSIDE = ("_orig_mod", "module", "pretrained_model", "model")
-"""Attributes in which wrappers hold the model inside."""
+_INSIDE = ("_orig_mod", "module", "pretrained_model", "model")  # attributes in which wrappers hold the model inside
 
 
 def is_transformers_model(module: object) -> bool:
-    """Whether a module is a ``PreTrainedModel``; Transformers is not imported for this."""
+    # Transformers is not imported for this.
     modeling = sys.modules.get("transformers.modeling_utils")
     return modeling is not None and issubclass(type(module), modeling.PreTrainedModel)
 
@@ -30,14 +29,9 @@ def _models_among(modules: Iterable[Any]) -> list[Any]:
 
 
 def named_modules(module: Any, without: Collection[Any] = ()) -> dict[str, Any]:
-    """The modules in a module by their names, as ``module.named_modules()`` gives them.
-
-    Torch's own resumes a generator for each module around a module: a hundred thousand calls for 80 layers.
-
-    Args:
-        module: the module.
-        without: modules that are left out with all that they hold.
-    """
+    """The modules in a module by their names, as ``module.named_modules()`` gives them."""
+    # Torch's own resumes a generator for each module around a module: a hundred thousand calls for 80 layers.
+    # `without` are modules that are left out with all that they hold.
     kept = None if without else getattr(_walks, "kept", None)
     if kept is not None and id(module) in kept:
         walked: dict[str, Any] = kept[id(module)]
@@ -73,7 +67,7 @@ def walked_once() -> Iterator[None]:
 
 
 def outermost_models(module: torch.nn.Module) -> dict[str, Any]:
-    """Return the Transformers models in a module that are in no other one, by name; one that is there twice, once."""
+    # A model that is there twice is returned once.
     found: dict[str, Any] = {}
     modules = named_modules(module)
     held = set(_models_among(modules.values()))
@@ -84,29 +78,20 @@ def outermost_models(module: torch.nn.Module) -> dict[str, Any]:
 
 
 def transformers_model(model: object) -> Model:
-    """Find the Transformers model inside the objects that training puts around it.
-
-    Args:
-        model: a Transformers model, a wrapper of PEFT, accelerate, DDP, FSDP, DeepSpeed or ``torch.compile`` around
-            one, or an object that holds one, such as a model of sentence-transformers.
-
-    Raises:
-        NotAModel: there is no Transformers model in ``model``, or there are several next to each other.
-    """
+    """Find the Transformers model inside the objects that training puts around it."""
+    # Such objects are wrappers of PEFT, accelerate, DDP, FSDP, DeepSpeed or torch.compile, or hold a model, as those of
+    # sentence-transformers do.
     found: Model = _path(model)[-1]
     return found
 
 
 def makes_its_batches(model: object) -> bool:
-    """Whether an object around a Transformers model turns text into batches itself, which are padded.
-
-    Such an object holds the tokenizer: the models of sentence-transformers, pipelines.
-    """
+    """Whether an object around a Transformers model turns text into batches itself, which are padded."""
+    # Such an object holds the tokenizer: the models of sentence-transformers, pipelines.
     return any(getattr(around, "tokenizer", None) is not None for around in _path(model)[:-1])
 
 
 def _path(model: object) -> list[Any]:
-    """The objects from ``model`` to the Transformers model inside."""
     path: list[Any] = [model]
     while not is_transformers_model(path[-1]):
         inside = _inside(path[-1])
@@ -120,7 +105,7 @@ def _path(model: object) -> list[Any]:
 
 
 def _inside(seen: Any) -> torch.nn.Module | None:
-    """The module that an object wraps, or the only Transformers model that it holds; None if there is neither."""
+    # the module that it wraps, or the only Transformers model that it holds
     wrapped = [getattr(seen, name, None) for name in _INSIDE]
     if hasattr(seen, "get_base_model"):  # PEFT
         wrapped.insert(0, seen.get_base_model())
@@ -138,7 +123,7 @@ def _inside(seen: Any) -> torch.nn.Module | None:
 
 
 def _not_of_torch(seen: object) -> str:
-    """A model of another runtime (ONNX, OpenVINO) that an object holds, as a text for an error; empty if none."""
+    # A model of another runtime (ONNX, OpenVINO) is named for an error.
     holders = list(seen.modules()) if isinstance(seen, torch.nn.Module) else [seen]
     for value in (value for holder in holders for value in getattr(holder, "__dict__", {}).values()):
         if callable(value) and hasattr(value, "config") and not isinstance(value, (torch.nn.Module, type)):
@@ -147,16 +132,10 @@ def _not_of_torch(seen: object) -> str:
 
 
 def models(model: Model, modules: Iterable[Any] | None = None) -> list[Any]:
-    """Return the models whose ``forward`` a call goes through, the outermost first, the one with the layer loop last.
-
-    These are the models that hold the embedding of the input ids. For ``GPT2LMHeadModel`` they are the model and its
-    ``transformer``. For a vision-language model they include the text side, but never a vision tower. Where no model
-    holds the embedding, ``base_model_prefix`` names the inner model.
-
-    Args:
-        model: the outermost model.
-        modules: the modules in it, if they are at hand.
-    """
+    """Return the models whose ``forward`` a call goes through, the outermost first, that with the layer loop last."""
+    # These models hold the embedding of the input ids: GPT2LMHeadModel and its `transformer`, also the text side of a
+    # vision-language model, but never a vision tower.
+    # `modules` are those in the model, if they are at hand.
     embedding = embedding_of(model)
     inside = [one for one in _models_among(modules or named_modules(model).values()) if "config" in vars(one)]
     path = [one for one in inside if embedding in named_modules(one).values()]
@@ -167,11 +146,8 @@ def models(model: Model, modules: Iterable[Any] | None = None) -> list[Any]:
 
 
 def text_modules(decoder: Model) -> dict[str, Any]:
-    """The modules of a decoder through which its tokens run, by their names.
-
-    Encoders of pictures or sound that are inside the decoder are left out with all that they hold (Phi-4-multimodal
-    has both). They are models of their own, with a config of another class than the decoder's.
-    """
+    # Encoders of pictures or sound inside the decoder are left out (Phi-4-multimodal has both). They are models of
+    # their own, with a config of another class than the decoder's.
     found = named_modules(decoder)
     inner = [one for one in _models_among(found.values()) if "config" in vars(one) and one is not decoder]
     encoders = [one for one in inner if not isinstance(decoder.config, type(one.config))]
@@ -179,7 +155,7 @@ def text_modules(decoder: Model) -> dict[str, Any]:
 
 
 def embedding_of(model: Model) -> torch.nn.Module | None:
-    """Return the module that embeds a model's token ids, or whatever its input is; None if the model names none."""
+    # The module embeds token ids, or whatever else the model's input is.
     try:
         embedding: torch.nn.Module | None = model.get_input_embeddings()
     except (AttributeError, NotImplementedError):
@@ -188,11 +164,8 @@ def embedding_of(model: Model) -> torch.nn.Module | None:
 
 
 def token_embeddings(model: Model) -> torch.Tensor:
-    """Return the weights of a model's token embeddings, ``[vocabulary, hidden]``.
-
-    Raises:
-        NotAModel: there are none. Image and audio models embed patches or frames, with a convolution or a linear layer.
-    """
+    # The weights are [vocabulary, hidden]. Image and audio models have none: they embed patches or frames, with a
+    # convolution or a linear layer.
     embedding = embedding_of(model)
     weight = getattr(embedding, "weight", None)
     of_values = isinstance(embedding, (torch.nn.Linear, torch.nn.modules.conv._ConvNd))
@@ -205,10 +178,7 @@ def token_embeddings(model: Model) -> torch.Tensor:
 
 
 def takes_no_token_ids(model: Model) -> bool:
-    """Whether a model's ``forward`` takes no ``input_ids``, and the model has no token embeddings.
-
-    Both signs are needed: a model of remote code may take ``input_ids`` and have no ``get_input_embeddings``.
-    """
+    # Both signs are needed: a model of remote code may take `input_ids` and have no `get_input_embeddings`.
     forward = type(model).forward
     if inspecting.code_of(forward) is None or inspecting.takes(forward, "input_ids"):
         return False
@@ -223,7 +193,7 @@ def takes_no_token_ids(model: Model) -> bool:
 
 
 def is_sharded(inner: Model) -> bool:
-    """Whether a model is sharded, so that its ranks compute each forward together and one rank cannot run it alone."""
+    # The ranks of a sharded model compute each forward together, and one rank cannot run it alone.
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return False
     if any(hasattr(p, "ds_id") or hasattr(p, "_local_tensor") for p in inner.parameters()):

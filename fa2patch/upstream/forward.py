@@ -1,9 +1,8 @@
 """The forward of a patched model, read down in the order in which a batch goes through it.
 
-The forwards of the models that a call goes through are replaced on the classes that define them. An instance without
-our mark runs its original forward. The first model that a batch reaches finds the boundaries and hands the
-:class:`PackedMask` to the models inside it (``attached.py``). The base model, which loops over the layers, passes it
-in place of the attention mask, and every layer that ran must have been given it.
+The first model that a batch reaches finds the boundaries and hands the :class:`PackedMask` to the models inside it
+(``attached.py``). The base model, which loops over the layers, passes it in place of the attention mask, and every
+layer that ran must have been given it.
 """
 
 from __future__ import annotations
@@ -66,6 +65,7 @@ def entered(original: Function) -> Function:
 
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # The replacement is on the class. Instances without our mark run their original forward.
         patch = self.__dict__.get(MARK)
         if patch is None or caches.has_paged(kwargs):  # generate_batch packs prompts itself
             return original(self, *args, **kwargs)
@@ -82,12 +82,11 @@ def entered(original: Function) -> Function:
 
 
 def _computed(step: Step) -> Any:
-    """Take a batch, or a pass of it, from its boundaries to the output of the model's own forward."""
     return prepare(step)(step, step.mask)
 
 
 def _without_names(patch: Patched, role: Role, original: Function, module: Any, args: Args, kwargs: Call) -> Any:
-    """Call a forward of other code that says nothing of its arguments. The forwards below it find what is packed."""
+    # Other code put a forward of *args here. The forwards below it find what is packed.
     if role.innermost or compiling():
         cannot = "a graph cannot" if compiling() else "no forward below it can"
         raise PackingNotIsolated(
@@ -105,7 +104,6 @@ def _without_names(patch: Patched, role: Role, original: Function, module: Any, 
 
 
 def _recognise(step: Step) -> None:
-    """Find the boundaries of this batch: an outer model has handed them on, or this model looks for them."""
     role, call = step.role, step.call
     if role.innermost and not step.captured:
         thread.times += 1
@@ -133,10 +131,7 @@ def _recognise(step: Step) -> None:
 
 
 def _unprepared_by(step: Step) -> Any:
-    """The foreign forward of the outermost model that may have led here, past what prepares its labels; or None.
-
-    Around a padded batch that is computed packed, labels are padded, and none of them crosses documents.
-    """
+    """The foreign forward of the outermost model that may have led here past what prepares its labels; or None."""
     role = step.role
     outermost = role.outermost
     if outermost == role.innermost:
@@ -145,6 +140,7 @@ def _unprepared_by(step: Step) -> Any:
     around = step.module if outermost else patch.model
     if foreign.on_top(around) and (step.captured or patch not in thread.unnamed):
         return None
+    # The labels around a padded batch that is computed packed are padded, and none of them crosses documents.
     if thread.proves or getattr(step.call.get("position_ids"), attached.PADDING, None) is not None:
         return None
     for name in LABELS if outermost else ():
@@ -154,7 +150,7 @@ def _unprepared_by(step: Step) -> Any:
 
 
 def _was_found_dense(step: Step) -> bool:
-    """Whether an outer model has found the batch dense, or made a mask for every query or for each kind of layer."""
+    # An outer model may also have made a mask for every query, or one for each kind of layer.
     ids, mask, around = step.call.get("position_ids"), step.call.get("attention_mask"), found_around(step)
     for its_ids, its_mask in around:
         if its_ids is ids and its_mask is mask:
@@ -166,12 +162,9 @@ def _was_found_dense(step: Step) -> bool:
 
 
 def find_mask(step: Step, piece: attached.Piece | None, unprepared_by: Any = None) -> PackedMask | None:
-    """Return the packed mask of this batch, or None for a dense batch.
-
-    Boundaries that an outer model has attached to ``position_ids``, as a ``piece``, are taken from there. Otherwise
-    they are derived from the arguments. If this process holds only a part of every row, they are those of the whole
-    rows. A packed batch may be refused that a foreign forward, ``unprepared_by``, has led here.
-    """
+    # `piece` is what an outer model has attached to position_ids. If this process holds a part of every row, the
+    # boundaries are those of the whole rows. A packed batch may be refused if a foreign forward, `unprepared_by`, has
+    # led it here.
     patch, around = step.patch, step.role.outermost
     tokens: Any = step.call.get("input_ids")
     tokens = step.call.get("inputs_embeds") if tokens is None else tokens
@@ -215,10 +208,8 @@ def find_mask(step: Step, piece: attached.Piece | None, unprepared_by: Any = Non
 
 
 def real_tokens(call: Call, shape: tuple[int, int]) -> torch.Tensor | None:
-    """Take what a collator says of its padding out of a call: ``[batch, length]``, 0 in the padding; or None.
-
-    The padding is a document already. This becomes the mask that router losses weigh tokens by.
-    """
+    # A collator's padding is a document already. What it says of it, [batch, length] with 0 in the padding, becomes the
+    # mask that router losses weigh tokens by.
     real = call.pop(REAL, None)
     if real is None:
         return None
@@ -231,16 +222,13 @@ def real_tokens(call: Call, shape: tuple[int, int]) -> torch.Tensor | None:
 
 
 def _would_be_an_error(step: Step) -> bool:
-    """Whether upstream raises for this batch if it is dense, because it came with ``position_ids`` that it rejects.
-
-    DistilBERT takes none up to 4.57. Such a row is packed, also one of a single document, as an epoch's last batch
-    may be. A call with a cache cannot be packed, so upstream raises its own error for it.
-    """
+    # DistilBERT takes no position_ids up to 4.57 and raises for them. So its row is packed, also one of a single
+    # document, as an epoch's last batch may be. A call with a cache cannot be packed: upstream raises its own error.
     return step.call.get("position_ids") is not None and not caches.held(step.call)
 
 
 def _carries_itself(step: Step) -> bool:
-    """Whether an outer model must pass the mask itself, because ``position_ids`` do not reach the base model."""
+    # An outer model passes the mask itself where position_ids do not reach the base model.
     # Gemma 3: the causal LM makes masks for its inner model, which is handed the packed mask instead;
     # the **kwargs of Falcon's and Phi's token classifiers pass position_ids to no other module
     role, facts, calls = step.role, step.patch.facts, step.calls
@@ -252,10 +240,7 @@ def _carries_itself(step: Step) -> bool:
 
 
 def prepare(step: Step) -> Callable[[Step, Any], Any]:
-    """Check or change the call before a forward: first what every model has, then the traits of this one.
-
-    Returned is what computes it, from the step and its mask.
-    """
+    """Check or change the call before a forward, and return what computes it from the step and its mask."""
     labels.before(step)
     heads.before(step)
     positions.before(step)
@@ -274,27 +259,20 @@ def prepare(step: Step) -> Callable[[Step, Any], Any]:
 # 4. A dense batch is computed as without fa2patch
 
 
-SAY_AFTER = 16
-"""The number of training batches without document information after which a warning is given."""
+SAY_AFTER = 16  # training batches without document information, then a warning
 
 
 class _Thread(threading.local):
-    """What this thread has done. It is used for comparisons only and carries no boundaries.
+    # The state of this thread is used for comparisons only. It carries no boundaries.
 
-    Attributes:
-        times: how often a base model's patched forward was entered.
-        inside: ``(patch, position_ids, attention_mask)`` of each dense batch being computed, the outermost first.
-        unnamed: the patch of each call that is being computed by a forward that says nothing of its arguments.
-        ran: the ``id`` of each module that has run, if that is recorded.
-        proves: whether a batch is run in order to prove it: what is computed is no user's batch.
-    """
-
-    times = 0
-    ran: set[int] | None = None
-    proves = False
+    times = 0  # how often a base model's patched forward was entered
+    ran: set[int] | None = None  # the ids of the modules that have run, if that is recorded
+    proves = False  # a proof runs the model, so that its batch is no user's
 
     def __init__(self) -> None:
+        # (patch, position_ids, attention_mask) of each dense batch that is being computed, the outermost first
         self.inside: list[Any] = []
+        # the patches of calls that a forward without argument names is computing
         self.unnamed: list[Patched] = []
 
 
@@ -312,7 +290,6 @@ def proof() -> Iterator[None]:
 
 
 def _dense(step: Step, mask: None = None) -> Any:
-    """Compute a dense batch as without fa2patch, and let inner models know that it was found dense."""
     if step.captured:
         if _says_nothing(step):
             step.patch.capture_unpacked()
@@ -323,6 +300,7 @@ def _dense(step: Step, mask: None = None) -> Any:
     step.patch.computes_packed = False
     if not found_around(step):
         _count_unpacked(step)
+    # Inner models compare what they are given with this, and so know that the batch was found dense.
     thread.inside.append((step.patch, step.call.get("position_ids"), step.call.get("attention_mask")))
     try:
         output = step.calls.make(step.module, step.args, step.call)
@@ -337,20 +315,20 @@ def _dense(step: Step, mask: None = None) -> Any:
 
 
 def found_around(step: Step) -> list[tuple[Any, Any]]:
-    """Return ``(position_ids, attention_mask)`` of each dense batch that an outer model of this patch is computing."""
+    # (position_ids, attention_mask) of each dense batch that an outer model of this patch is computing
     if step.captured or not thread.inside:
         return []
     return [(ids, mask) for patch, ids, mask in thread.inside if patch is step.patch]
 
 
 def _runs_eagerly(model: Model) -> bool:
-    """Whether the base model's forward is known to run as Python. One that is compiled by itself counts no entries."""
+    # A base model that is compiled by itself counts no entries.
     own = ("forward", "_orig_mod", "_compiled_call_impl")
     return not any(vars(base).get(name) or base._modules.get(name) for base in models(model)[1:] for name in own)
 
 
 def _count_unpacked(step: Step) -> None:
-    """Count training batches without document information and warn once, because joined rows look the same."""
+    # Joined rows without document information look the same as plain ones, so a warning is given once.
     patch = step.patch
     if not (step.module.training and torch.is_grad_enabled()):
         return
@@ -363,16 +341,13 @@ def _count_unpacked(step: Step) -> None:
 
 
 def _says_nothing(step: Step) -> bool:
-    """Whether this is a training batch without document information."""
     training = step.module.training and torch.is_grad_enabled()
     return training and not passed(step.call, ("position_ids", *LENGTHS))
 
 
 def _notice_overwritten(step: Step) -> None:
-    """Warn once of a row whose ids count on, and that may be a packed one: somebody wrote an arange over its ids.
-
-    Its labels start several times, or earlier batches came with lengths. Labels are read in a few rows only.
-    """
+    # Something may have written an arange over the ids of a packed row. Two signs: its labels start several times, or
+    # earlier batches came with lengths. Reading labels waits for the device, so it is done in a few rows only.
     patch, call, labels = step.patch, step.call, [*passed(step.call, LABELS).values()]
     if not patch.may_be_overwritten or patch.facts.padded or passed(call, LENGTHS) or caches.held(call):
         return
@@ -399,7 +374,7 @@ def _warn_overwritten(patch: Patched, seen: str) -> None:
 
 
 def warn_unpacked(patch: Patched, seen: str) -> None:
-    """Warn that training batches come without document information, and stop the count. ``seen`` begins the text."""
+    # `seen` is the beginning of the text.
     patch.unpacked = None
     warnings.warn(
         f"fa2patch.apply(model) is on, but {seen} where documents "
@@ -415,7 +390,6 @@ def warn_unpacked(patch: Patched, seen: str) -> None:
 
 
 def _handed(step: Step, mask: PackedMask) -> Any:
-    """Call a model that has the mask as an argument."""
     if step.handed and step.call.get("position_ids") is None and "position_ids" in step.calls.names:
         step.call["position_ids"] = mask.position_ids
     if step.role.innermost:  # its layers read the mask, and Cohere's in 4.47 raise where lengths are handed on
@@ -427,7 +401,6 @@ def _handed(step: Step, mask: PackedMask) -> Any:
 
 
 def _sent_inside(step: Step, mask: PackedMask) -> Any:
-    """Call a model with the mask attached to its ``position_ids``, for the model inside it."""
     step.attach("position_ids", attached.Piece(attached.MASK, mask))
     for name in step.role.rejected:  # **kwargs of a subclass may hand them to a super().forward that takes none
         step.call.pop(name, None)
@@ -474,12 +447,8 @@ def _require_delivered(step: Step) -> None:
 
 
 def _placed(step: Step, mask: PackedMask) -> Any:
-    """Call a model with the mask as an argument, and require that every layer that runs is given the boundaries.
-
-    Not every layer of a model runs in each forward (``layerdrop``). Hooks tell which blocks ran, and hooks everywhere
-    would take time in every model. So they are used from the first forward on that has missed a layer, which is
-    computed once more.
-    """
+    # Not every layer runs in each forward (layerdrop). Hooks tell which blocks ran, and hooks everywhere would take
+    # time in every model. So they are used from the first forward on that has missed a layer, which is computed again.
     step.patch.unpacked = None
     step.call[step.patch.facts.carrier] = mask
     if not step.calls.takes_ids:
@@ -506,16 +475,13 @@ def _placed(step: Step, mask: PackedMask) -> Any:
 
 
 def runs(module: Any, args: Any) -> None:
-    """Forward pre-hook: record that a module runs."""
     if thread.ran is not None:
         thread.ran.add(id(module))
 
 
 def _inside_block(step: Step, layer: Layer) -> list[torch.nn.Module]:
-    """The modules inside the block that holds a layer. If one of them runs, the block does more than hand states on.
-
-    Other code may compute a block's attention past its layer, so that it does not show whether the layer runs.
-    """
+    # If a module inside a layer's block runs, the block does more than hand states on. The layer alone does not show
+    # it: other code may compute a block's attention past its layer.
     parts = layer.name.split(".")
     end = next((at for at, part in enumerate(parts, 1) if part.isdigit()), len(parts))
     block: torch.nn.Module = models(step.module)[-1].get_submodule(".".join(parts[:end]))
@@ -523,11 +489,8 @@ def _inside_block(step: Step, layer: Layer) -> list[torch.nn.Module]:
 
 
 def _misses(step: Step, mask: PackedMask, ran: set[int] | None) -> bool:
-    """Whether a layer was not given this batch's boundaries.
-
-    The number of layers is compared in every forward. Eagerly, the layers themselves are compared too, until a packed
-    batch has reached them all.
-    """
+    # Eagerly, the layers themselves are compared until a packed batch has reached them all. Later forwards, and graphs,
+    # compare only the number of layers.
     patch = step.patch
     layers = patch.attention if ran is None and mask.shape[1] > 1 else _needing(step, mask, ran)
     missed = len(mask.calls) < len(layers)
@@ -539,7 +502,6 @@ def _misses(step: Step, mask: PackedMask, ran: set[int] | None) -> bool:
 
 
 def _needing(step: Step, mask: PackedMask, ran: set[int] | None) -> tuple[Layer, ...]:
-    """The layers that need boundaries: all, or those whose blocks ran."""
     layers = step.patch.attention
     if mask.shape[1] == 1:  # mixers need none then, and LFM2 of 5.10 passes none
         layers = tuple(layer for layer in layers if layer.seam != "mixer")
@@ -565,7 +527,6 @@ def _refuse_missed(step: Step, mask: PackedMask, ran: set[int] | None) -> None:
 
 
 def _not_given(layers: Sequence[Layer], mask: PackedMask, model: Model) -> list[str]:
-    """The names and classes of the layers that were not given the boundaries."""
     given = {id(module) for module in mask.calls}
     decoder = models(model)[-1]  # of the model that was called: a DataParallel replica carries the original's patch
     modules = [(layer.name, decoder.get_submodule(layer.name)) for layer in layers]

@@ -1,15 +1,8 @@
 """Heads: what is computed of a row, a packed batch needs for each document.
 
-The forward of a ``...ForSequenceClassification`` gets a batch with one row per document. Each row holds only the token
-that is pooled. The forward scores, pools and computes the loss as for any other batch. The packed batch is attached to
-these tokens, and the base model takes it from there, computes it and returns the hidden states of the pooled tokens.
-
-Which token is pooled differs: up to 4.48 the one before the first padding token (in BLOOM, Falcon and MPT of 4.34 the
-number of other tokens decides), later the last one that is no padding. If the padding token also stands inside of
-documents, these are different tokens. So the forward itself is asked: it is run around a base model that returns the
-places of the tokens.
-
-Heads that compute one vector or one softmax over a whole row are refused, or given padded rows.
+The forward of a ``...ForSequenceClassification`` gets one row per document, which holds only the token that is pooled.
+The packed batch is attached to these tokens. The base model takes it from there, computes it and returns the hidden
+states of the pooled tokens. Heads that compute one result over a whole row are refused, or given padded rows.
 """
 
 from __future__ import annotations
@@ -37,25 +30,24 @@ from .packed_mask import PackedMask
 from .splitting import Documents
 from .step import MARK, Patched, Step
 
+# arguments with a position in each row, or a label for each row
 _ROW_ARGUMENTS = (
     "start_positions", "end_positions", "mc_token_ids", "mc_labels", "next_sentence_label", "sentence_order_label",
 )  # fmt: skip
-"""Arguments with a position in each row, or a label for each row."""
 
+# the variable for the number of rows of one question in the forwards of all Transformers versions
 _CHOICES = "num_choices"
-"""The variable for the number of rows of one question in the forwards of all Transformers versions."""
 
+# the variable for the similarity of texts and images in the forwards of CLIP and similar models
 _COMPARES = "logits_per_text"
-"""The variable for the similarity of texts and images in the forwards of CLIP and similar models."""
 
+# the config entry by which a forward chooses the loss for one label per row; token classifiers do not read it
 _CLASSIFIES = "problem_type"
-"""The config entry by which a forward chooses the loss for one label per row. Token classifiers do not read it."""
 
 _READS_ALL = re.compile("SequenceClassification|CausalLM|LMHead|MaskedLM|TokenClassification")
 
 
 def look(model: ModelLayers, facts: Facts) -> None:
-    """Refuse a head that computes one result per row, unless it is given padded hidden states."""
     facts.row_head = _reads_first_tokens(model) or one_result_per_row(model.model)
     if facts.row_head and not facts.padded:
         raise UnsupportedModel(
@@ -66,7 +58,7 @@ def look(model: ModelLayers, facts: Facts) -> None:
 
 
 def _reads_first_tokens(model: ModelLayers) -> str:
-    """How a head reads the pooler's vector of a row's first token (next sentence prediction, choices); or empty."""
+    # Next sentence prediction and choices read the pooler's vector of a row's first token.
     head = inspecting.defining(type(model.model), "forward")  # a subclass may define no forward of its own
     pooler = getattr(model.decoder, "pooler", None)
     pooled = model.model is not model.decoder and isinstance(pooler, torch.nn.Module)
@@ -76,7 +68,6 @@ def _reads_first_tokens(model: ModelLayers) -> str:
 
 
 def before(step: Step) -> None:
-    """Refuse what has one value per row, and give a pooling head one row of one token per document."""
     mask, role = step.mask, step.role
     if mask is None:
         return
@@ -99,7 +90,6 @@ def before(step: Step) -> None:
 
 
 def after(step: Step, output: Any) -> Any:
-    """Pool each document instead of each row, and refuse outputs that have one value per row."""
     mask, role = step.mask, step.role
     if mask is None or step.handed:
         return output
@@ -113,10 +103,7 @@ def after(step: Step, output: Any) -> Any:
 
 
 def one_result_per_row(model: Model) -> str:
-    """The sign in a model's ``forward`` that it computes one result per row, as a text for an error; empty if none.
-
-    A head that pools a row's last token does not count, because it is made to pool each document.
-    """
+    # The result is a text for an error; empty for a head that pools a row's last token, which can pool each document.
     for cls, forward in inspecting.forwards(type(model)):
         taken = [name for name in _ROW_ARGUMENTS if inspecting.takes(forward, name)]
         if taken:
@@ -138,7 +125,6 @@ _OF_THE_BATCH = ("num_items_in_batch", "cache_position", *LENGTHS)
 
 
 def refuse_arguments_of_rows(model: Model, call: Call, mask: PackedMask, looked_at: tuple[str, ...]) -> None:
-    """Refuse arguments with one value per row, such as ``start_positions``, but for those that are ``looked_at``."""
     for name, value in call.items():
         if name in looked_at or not isinstance(value, torch.Tensor) or value.dim() not in (1, 2):
             continue
@@ -153,13 +139,9 @@ def refuse_arguments_of_rows(model: Model, call: Call, mask: PackedMask, looked_
 
 
 def refuse_outputs_of_rows(model: Model, output: Any, call: Call, mask: PackedMask, predicts_the_next: bool) -> None:
-    """Refuse outputs that have one vector or one number per row.
-
-    Only shapes are compared. Outputs per token, per document or for the whole batch pass; so does one per
-    predicted token, ``[batch, length - 1]`` (TRL's fused head). Nothing is checked if there are no more
-    documents than rows, or if the call asks for fewer logits. In a compiled graph that does not know the number of
-    documents, there may be more.
-    """
+    # Only shapes are compared. Outputs per token, per document or for the whole batch pass, and so does one per
+    # predicted token, [batch, length - 1] (TRL's fused head). In a compiled graph that does not know the number of
+    # documents, there may be more of them than rows.
     one_each = not mask.boundaries.uncounted and len(mask.boundaries) <= mask.shape[0]
     if one_each:
         return
@@ -187,29 +169,22 @@ def _documents(mask: PackedMask) -> str:
     return f"{number} documents in {mask.shape[0]} rows"
 
 
-POOLED = "pooled_logits"
-"""The variable that holds the result of pooling in the forwards of all Transformers versions."""
+POOLED = "pooled_logits"  # the variable for the result of pooling in the forwards of all Transformers versions
 
+# places of a row's tokens for which the mean, the least, the largest and the first are not the last
 _TRIED = (0.0, 3.0, 1.0, 2.0)
-"""Places of a row's tokens for which the mean, the least, the largest and the first are not the last."""
 
 
 @dataclass(eq=False)
 class Pooled:
-    """A packed batch that is attached to the pooled tokens, for the base model.
+    """A packed batch that is attached to the pooled tokens, for the base model."""
 
-    Attributes:
-        whole: ``input_ids`` or ``inputs_embeds`` of the packed batch, under that name.
-        tokens: int64 ``[documents]``, the index of each pooled token in the rows laid end to end.
-        shape: ``(batch, length)`` of the packed batch.
-    """
-
-    whole: dict[str, torch.Tensor]
-    tokens: torch.Tensor
-    shape: tuple[int, int]
+    whole: dict[str, torch.Tensor]  # the packed batch's input_ids or inputs_embeds, under that name
+    tokens: torch.Tensor  # int64 [documents], the index of each pooled token in the rows laid end to end
+    shape: tuple[int, int]  # (batch, length) of the packed batch
 
     def pooled(self, output: Any) -> Any:
-        """The base model's output with the hidden states of the pooled tokens only, ``[documents, 1, hidden]``."""
+        # The hidden states of the pooled tokens are [documents, 1, hidden].
         hidden = output[0]
         if tuple(hidden.shape[:2]) != self.shape:
             raise PackingNotIsolated(
@@ -224,7 +199,9 @@ class Pooled:
 
 
 def pools_documents(model: Model) -> bool:
-    """Whether a model's forward pools the last token of each row, so that it can pool each document instead."""
+    # Up to 4.48 a forward pools the token before the first padding token (in BLOOM, Falcon and MPT of 4.34 the number
+    # of other tokens decides), later the last one that is no padding. These differ if the padding token stands inside
+    # of documents. So the forward itself is run, around a base model that returns the tokens' places.
     forward = _pooling_forward(model)
     if forward is None:
         return False
@@ -237,7 +214,6 @@ def pools_documents(model: Model) -> bool:
 
 
 def _pooling_forward(model: Model) -> Function | None:
-    """The forward in which a model's head pools, below its decorators; None if there is none."""
     forwards = inspecting.forwards_that_run(type(model))
     return next((inspect.unwrap(forward) for forward in forwards if inspecting.has_variable(forward, POOLED)), None)
 
@@ -247,18 +223,16 @@ def _padding(model: Model) -> Any:
 
 
 def _pooled(forward: Function, model: Model, ids: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """The places that a head's forward pools, float32 ``[rows]``, from ids and places ``[rows, length]``."""
+    # float32 [rows], from ids and places [rows, length]
     pooled: torch.Tensor = forward(_StandIn(model, places[..., None]), input_ids=ids)[0]
     return pooled[:, 0]
 
 
 class _StandIn:
-    """Stands in for a model in the forward of its head: the base model returns each token's place in the row.
-
-    The head's other modules hand on what they are given. Everything else is the model's own.
-    """
+    """Stands in for a model in the forward of its head: the base model returns each token's place in the row."""
 
     def __init__(self, model: Model, places: torch.Tensor) -> None:
+        # The head's other modules hand on what they are given. Everything else is the model's own.
         self._model, self._places = model, places
 
     def __getattr__(self, name: str) -> Any:
@@ -271,19 +245,14 @@ class _StandIn:
 
 
 class _Output(tuple[torch.Tensor]):
-    """A base model's output, a tuple or an object with attributes, of which only the hidden states are not None."""
+    # The output may be read as a tuple or by attributes.
 
     def __getattr__(self, name: str) -> torch.Tensor | None:
         return self[0] if name == "last_hidden_state" else None
 
 
 def pooled_by_document(model: Model, call: Call, mask: PackedMask) -> tuple[dict[str, Any], attached.Piece]:
-    """Rewrite the call of a pooling head: one row of one token per document that is no padding.
-
-    Returns:
-        The new arguments, with tokens ``[documents, 1]`` or embeddings ``[documents, 1, hidden]``, and what is attached
-        to them.
-    """
+    # The new tokens are [documents, 1], or [documents, 1, hidden] for embeddings.
     name, whole = next(iter(passed(call, TOKENS).items()))
     pad = _padding(model)
     tokens = _pooled_tokens(model, mask, whole, pad if name == "input_ids" else None)
@@ -303,11 +272,8 @@ def pooled_by_document(model: Model, call: Call, mask: PackedMask) -> tuple[dict
 
 
 def refuse_failed_hooks(head: Model, base: Any, error: Exception) -> None:
-    """Say what a forward hook on the base model was given, if an error comes from one.
-
-    A hook that gives each document a padded row of its own expects the hidden states of a whole row. ms-swift has one
-    for rerankers with ``--padding_free``.
-    """
+    # A hook that gives each document a padded row of its own expects the hidden states of a whole row. ms-swift has one
+    # for rerankers with --padding_free.
     ran = {frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)}
     for hook in base._forward_hooks.values():
         if getattr(hook, "__code__", None) in ran and not isinstance(error, Fa2PatchError):
@@ -321,11 +287,9 @@ def refuse_failed_hooks(head: Model, base: Any, error: Exception) -> None:
 
 @uncompiled
 def _pooled_tokens(model: Model, mask: PackedMask, whole: torch.Tensor, pad: int | None) -> torch.Tensor:
-    """The index of the token that the head pools in each document, int64 ``[documents]``, in the rows laid end to end.
-
-    The head's forward sees the documents padded. If it pools padding (some do for a document that begins with that
-    token), the document's last token takes its place. So it does where there are no ids to look for padding in.
-    """
+    # The result is int64 [documents], an index into the rows laid end to end. The head's forward sees the documents
+    # padded. Where it pools padding (some do for a document that begins with that token), and where there are no ids to
+    # look for padding in, the document's last token is taken.
     documents, device = Documents(mask.boundaries, mask.shape), whole.device
     counted = torch.tensor(documents.lengths)
     lengths, ends = counted.to(device), counted.cumsum(0).to(device)
@@ -341,7 +305,7 @@ def _pooled_tokens(model: Model, mask: PackedMask, whole: torch.Tensor, pad: int
 
 
 def _first_tokens(boundaries: Boundaries) -> torch.Tensor:
-    """The index of the first token of the segment in which each document ends, of those that have tokens."""
+    # the first token of the segment in which each document ends, without empty documents
     tree, lengths = boundaries.tree, boundaries.lengths
     ends = [number for number, length in enumerate(lengths) if length] if tree is None else tree.leaves
     return torch.tensor([0, *lengths])[:-1].cumsum(0)[ends]
@@ -360,11 +324,8 @@ def _one_per_document(labels: object, documents: int) -> torch.Tensor:
 
 
 def pool_documents(model: Model, output: Any, mask: PackedMask) -> Any:
-    """The output of a base model, with ``pooler_output`` ``[documents, hidden]`` instead of ``[batch, hidden]``.
-
-    Hidden states ``[batch, length, hidden]`` come first in it. A run of padding counts as a document. If the model has
-    no ``pooler`` module, ``pooler_output`` becomes None.
-    """
+    # pooler_output becomes [documents, hidden] instead of [batch, hidden], and a run of padding counts as a document.
+    # Without a module `pooler` it becomes None. Hidden states [batch, length, hidden] come first in the output.
     pools = model._modules.get("pooler") is not None
     if isinstance(output, tuple):
         return (output[0], _pooler_output(model, output[0], mask.boundaries), *output[2:]) if pools else output
@@ -383,12 +344,9 @@ def _pooler_output(model: Any, hidden: torch.Tensor, documents: Boundaries) -> t
 
 
 def require_patched(patch: Patched) -> None:
-    """Raise :class:`PackingNotIsolated` if an unpatched model around this one may mix documents of a packed batch.
-
-    ``apply(model.model)`` patches a trunk without its head, and two heads may share a trunk of which one is patched.
-    Nothing of fa2patch runs in the other head, which shifts labels across documents or pools whole rows. It is seen
-    from inside, on the stack of the trunk's call. A causal LM without labels computes every token by itself.
-    """
+    # apply(model.model) patches a trunk without its head, and two heads may share a trunk of which one is patched. The
+    # other head shifts labels across documents or pools whole rows, and only the stack of the trunk's call shows it. A
+    # causal LM without labels computes every token by itself.
     for module, code, variables in inspecting.modules_called():
         if getattr(module, "__dict__", {}).get(MARK) is patch or not is_transformers_model(module):
             continue

@@ -1,4 +1,4 @@
-"""Forward hooks of a patched model. They work while a foreign forward stands in the place of ours.
+"""Forward hooks of a patched model, which work while a foreign forward stands in the place of ours.
 
 The hooks are module-level functions, so that copies and pickles of a model keep them.
 """
@@ -16,7 +16,6 @@ from .step import MARK, ROLE, Step
 
 
 def add(module: torch.nn.Module) -> None:
-    """Register the hooks on a model that a call goes through, unless it has them already."""
     if before_foreign in module._forward_pre_hooks.values():
         return
     module.register_forward_pre_hook(before_foreign, with_kwargs=True)
@@ -24,7 +23,6 @@ def add(module: torch.nn.Module) -> None:
 
 
 def remove(module: torch.nn.Module) -> None:
-    """Remove our hooks from a module. Nothing happens if it has none."""
     for table, with_kwargs, hook in (
         (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs, before_foreign),
         (module._forward_hooks, module._forward_hooks_with_kwargs, after_foreign),
@@ -35,12 +33,9 @@ def remove(module: torch.nn.Module) -> None:
 
 
 def before_foreign(module: Any, args: Args, kwargs: Call) -> Any:
-    """Forward pre-hook: prepare a batch for a foreign forward.
-
-    The stages act on the batch (for example, on labels that cross documents), and its boundaries are attached to
-    ``position_ids``. Nothing changes if the forward is ours, or if there are no ``position_ids`` that it takes. Nor if
-    it says nothing of its arguments: a packed batch that they lead to is refused where it arrives.
-    """
+    # The stages act on the batch (for example, on labels that cross documents), and its boundaries are attached to
+    # `position_ids`. A batch without these is left alone, and so is a forward that says nothing of its arguments: a
+    # packed batch that they lead to is refused where it arrives.
     patch, own = module.__dict__.get(MARK), module.__dict__.get("forward")
     # foreign.on_top's own first question: every forward of every patched model asks it
     if patch is None or (foreign.of_class(type(module).forward) if own is None else foreign.on_top(module)):
@@ -64,11 +59,6 @@ def before_foreign(module: Any, args: Args, kwargs: Call) -> Any:
 
 
 def after_foreign(module: Any, args: Args, kwargs: Call, output: Any) -> None:
-    """Forward hook: check what a foreign forward did with a packed batch.
-
-    Raises:
-        PackingNotIsolated: the boundaries did not arrive, or the outermost model returns one vector for each row.
-    """
     piece = getattr(kwargs.get("position_ids"), attached.MASK, None)
     if piece is None or piece.content is None:
         return

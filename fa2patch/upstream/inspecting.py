@@ -1,7 +1,7 @@
 """Questions about functions and classes: their signatures, and what their code objects say.
 
-For code that cannot be read (a C function, a ``partialmethod``), every yes-or-no question is answered with no. Except
-where a docstring says otherwise, a function is looked at below the decorators that keep ``__wrapped__``.
+Code that cannot be read (a C function, a ``partialmethod``) answers every yes-or-no question with no. What builds on
+``own_code`` looks at a function itself, and all else looks below the decorators that keep ``__wrapped__``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from .._types import Call, Config, Function
 
 
 def code_of(function: object) -> CodeType | None:
-    """The code of a function, or None if it has no code."""
     if hasattr(function, "__wrapped__") and callable(function):
         function = inspect.unwrap(function)
     code = getattr(function, "__code__", None)
@@ -31,18 +30,18 @@ def code_of(function: object) -> CodeType | None:
 
 
 def own_code(function: object) -> CodeType | None:
-    """The code of a function itself, of the outermost decorator if it has any; None if it has no code."""
+    # of the outermost decorator, if there is any
     return getattr(function, "__code__", None)
 
 
 def is_scripted(module: object) -> bool:
-    """Whether a module's code is TorchScript. Torch runs it by itself, and its hooks and forward cannot be changed."""
+    # Torch runs TorchScript by itself, and its hooks and forward cannot be changed.
     return isinstance(module, torch.jit.ScriptModule)
 
 
 @functools.cache
 def functions_defined(module: str) -> tuple[str, ...]:
-    """The names of the functions that a module's file defines at its top level, as its code says."""
+    # what the code of its file defines at its top level
     spec = importlib.util.find_spec(module)
     code_of_file = getattr(getattr(spec, "loader", None), "get_code", lambda name: None)
     code = code_of_file(module)
@@ -60,24 +59,21 @@ def plain(function: Any) -> Any:
 
 
 def code_called(function: object) -> CodeType | None:
-    """The code that a call runs first: of a function that is :func:`plain`, or of an object's ``__call__``."""
+    # An object is called through the __call__ of its class.
     function = plain(function)
     return own_code(function) or own_code(getattr(type(function), "__call__", None))  # noqa: B004
 
 
+# names of torch's functions and methods that draw random numbers
 DRAWS = frozenset((
     "bernoulli", "bernoulli_", "cauchy_", "dropout", "exponential_", "log_normal_", "multinomial", "normal", "normal_",
     "poisson", "rand", "rand_like", "randint", "randn", "randn_like", "random_", "rsample", "sample", "trunc_normal_",
     "uniform_",
 ))  # fmt: skip
-"""Names of torch's functions and methods that draw random numbers."""
 
 
 def draws(function: object) -> bool:
-    """Whether a function's code draws random numbers, or that of a function that it wraps, holds or calls by its name.
-
-    Functions of torch are not looked into.
-    """
+    # Functions that this one wraps, holds or calls by name count too. Those of torch are not looked into.
     seen: set[CodeType] = set()
     waiting = [function]
     while waiting:
@@ -102,14 +98,13 @@ def names_within(function: object) -> frozenset[str]:
 
 
 def words_within(function: object) -> frozenset[str]:
-    """The :func:`names_within`, and the texts of that code, by which ``getattr`` finds an attribute."""
+    # Texts count too, because `getattr` finds an attribute by a text.
     code = code_called(function)
     constants = () if code is None else (value for each in _with_nested(code) for value in each.co_consts)
     return names_within(function).union(value for value in constants if isinstance(value, str))
 
 
 def _with_nested(code: CodeType) -> Iterator[CodeType]:
-    """A function's code, and that of the functions that are defined in it."""
     yield code
     for value in code.co_consts:
         if isinstance(value, CodeType):
@@ -117,43 +112,39 @@ def _with_nested(code: CodeType) -> Iterator[CodeType]:
 
 
 def enclosed(function: object) -> dict[str, object]:
-    """The values that a function holds in its closure, by the names of its variables, without those still to come."""
+    # A variable that is still to come has an empty cell.
     names, cells = getattr(own_code(function), "co_freevars", ()), getattr(function, "__closure__", None) or ()
     return {name: cell.cell_contents for name, cell in zip(names, cells) if cell != CellType()}
 
 
 def names_read(function: object) -> tuple[str, ...]:
-    """The global names and attributes that a function's code uses, in the order of their first use."""
+    # global names and attributes, in the order of their first use
     return getattr(code_of(function), "co_names", ())
 
 
 def reads_name(function: object, name: str) -> bool:
-    """Whether a function's code uses a global name or an attribute of this name."""
     return name in names_read(function)
 
 
 def casts_states(function: object) -> bool:
-    """Whether an attention function, or a layer's forward, is a flash one, which casts float32 states."""
+    # Transformers' flash path casts float32 states.
     return reads_name(function, "_flash_attention_forward")
 
 
 def has_constant(function: object, value: object) -> bool:
-    """Whether a function's code contains this constant."""
     return value in getattr(code_of(function), "co_consts", ())
 
 
 def has_variable(function: object, name: str) -> bool:
-    """Whether a function has a local variable or an argument of this name."""
     return name in variables_of(function)
 
 
 def variables_of(function: object) -> frozenset[str]:
-    """The names of a function's local variables and arguments."""
     return frozenset(getattr(code_of(function), "co_varnames", ()))
 
 
 def methods_called(method: object) -> list[str]:
-    """The names of the methods that a method calls on its object, in the order of its code."""
+    # The result is in the order of the code.
     itself = getattr(code_of(method), "co_varnames", ())[:1]
     instructions = _instructions(method)
     return [
@@ -164,13 +155,12 @@ def methods_called(method: object) -> list[str]:
 
 
 def reads_of(function: object, attribute: str, name: str) -> bool:
-    """Whether a function's code reads ``x.attribute.name`` or ``getattr(x.attribute, name)`` of anything."""
+    # Both x.attribute.name and getattr(x.attribute, name) are found, of any x.
     read = [each.argval for each in _instructions(function)]
     return (attribute, name) in zip(read, read[1:])
 
 
 def multiplies_matrices(function: object) -> bool:
-    """Whether a function's code has the operator ``@``."""
     code = code_of(function)
     return code is not None and _multiplies_matrices(code)
 
@@ -182,7 +172,7 @@ def _multiplies_matrices(code: CodeType) -> bool:
 
 
 def stored(method: object, attribute: str) -> set[object]:
-    """The constants that a method assigns to an attribute; not what it computes (``...`` stands for that)."""
+    # `...` stands for a value that is no constant.
     instructions = _instructions(method)
     return {
         value.argval if value.opname == "LOAD_CONST" else ...
@@ -197,18 +187,14 @@ def _instructions(function: object) -> list[dis.Instruction]:
 
 
 def _looks_up_a_method(instruction: dis.Instruction) -> bool:
-    """Whether an instruction loads a method. Since Python 3.12, the lowest bit of ``LOAD_ATTR`` says so."""
+    # Since Python 3.12, the lowest bit of LOAD_ATTR says that a method is loaded.
     if sys.version_info >= (3, 12):
         return instruction.opname == "LOAD_ATTR" and bool((instruction.arg or 0) & 1)
     return instruction.opname == "LOAD_METHOD"
 
 
 def parameters(function: Function) -> list[inspect.Parameter]:
-    """The parameters of a function as its callers see them, with ``self`` if it is not bound.
-
-    Raises:
-        TypeError, ValueError: the function has no signature that can be read.
-    """
+    # as callers see them, with `self` if the function is not bound; TypeError or ValueError without a signature
     if not isinstance(function, FunctionType) or "__signature__" in vars(function):
         return list(inspect.signature(function).parameters.values())
     if function not in _parameters:
@@ -216,43 +202,37 @@ def parameters(function: Function) -> list[inspect.Parameter]:
     return list(_parameters[function])
 
 
+# `apply` asks for the parameters of the same functions a hundred times
 _parameters: weakref.WeakKeyDictionary[Function, tuple[inspect.Parameter, ...]] = weakref.WeakKeyDictionary()
-"""The parameters of functions that were asked for before, because ``apply`` asks a hundred times."""
 
 
 def parameter_names(function: Function) -> list[str]:
-    """The names of a function's :func:`parameters`."""
     return [parameter.name for parameter in parameters(function)]
 
 
 def upstream_parameters(function: Function) -> set[str]:
-    """The parameter names of the innermost function, below our replacement and other decorators."""
+    # of the innermost function, below our replacement and other decorators
     return set(parameter_names(inspect.unwrap(function)))
 
 
 def takes(function: Function, name: str) -> bool:
-    """Whether a function has a parameter of this name."""
     return name in _readable_parameters(function)
 
 
 def default_of(function: Function, name: str, otherwise: Any) -> Any:
-    """The default of a function's parameter, ``otherwise`` if it has no such parameter or no default."""
     found = _readable_parameters(function).get(name)
     return otherwise if found is None or found.default is found.empty else found.default
 
 
 def takes_any_keyword(function: Function) -> bool:
-    """Whether a function takes ``**kwargs``."""
     return any(each.kind is each.VAR_KEYWORD for each in _readable_parameters(function).values())
 
 
 def takes_any_position(function: Function) -> bool:
-    """Whether a function takes ``*args``."""
     return any(each.kind is each.VAR_POSITIONAL for each in _readable_parameters(function).values())
 
 
 def accepted(function: Function, names: Iterable[str]) -> list[str]:
-    """Those of these names that are keywords of a function."""
     taken, any_name = _readable_parameters(function), takes_any_keyword(function)
     return [name for name in names if any_name or name in taken]
 
@@ -271,22 +251,20 @@ def show_parameters(function: Function, shown: Iterable[inspect.Parameter]) -> N
 
 
 def is_of_torch(cls: type) -> bool:
-    """Whether a class is defined in torch. Such modules work token by token, or are recognised by their class."""
+    # Modules of torch work token by token, or are recognised by their class.
     return cls.__module__.startswith("torch.")
 
 
 def defining(cls: type, attribute: str) -> type:
-    """The class that defines an attribute: ``cls`` or one of its bases."""
     return next(base for base in cls.__mro__ if attribute in vars(base))
 
 
 def forward_of(cls: type) -> Any:
-    """The ``forward`` that a class has or inherits, as the class that defines it holds it."""
+    # as the class that defines it holds it, before it is bound
     return vars(defining(cls, "forward"))["forward"]
 
 
 def forwards(cls: type) -> Iterator[tuple[type, Function]]:
-    """Yield every ``forward`` that a class has or inherits, with the class that defines it, except torch's own."""
     for base in cls.__mro__:
         forward = vars(base).get("forward")
         if forward is not None and not is_of_torch(base):
@@ -304,27 +282,22 @@ def forwards_that_run(cls: type) -> Iterator[Function]:
 
 
 def uses_flash(config: object) -> bool:
-    """Whether a config says that dense batches are computed by flash attention."""
+    # The config says how dense batches are computed.
     return "flash" in str(getattr(config, "_attn_implementation", ""))
 
 
 def text_config(config: Config) -> Config:
-    """The config of a model's text side, or the config itself if it has no such part."""
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
+# Names of Transformers' dictionary of attention functions. A release that renames it adds a name here.
 ATTENTION_FUNCTIONS = ("ALL_ATTENTION_FUNCTIONS",)
-"""Names of Transformers' dictionary of attention functions. A release that renames it adds a name here."""
 
-MASK_FUNCTIONS = ("ALL_MASK_ATTENTION_FUNCTIONS",)
-"""Names of Transformers' dictionary of functions that make masks."""
+MASK_FUNCTIONS = ("ALL_MASK_ATTENTION_FUNCTIONS",)  # the same of functions that make masks
 
 
 def dictionary_in(module: str, names: Sequence[str]) -> Mapping[Any, Function]:
-    """Transformers' dictionary of functions by ``attn_implementation``, which a module has under one of these names.
-
-    It is empty in a release that has none, and before the module is imported.
-    """
+    # The dictionary is empty in a release that has none, and before the module is imported.
     held = vars(sys.modules[module]) if module in sys.modules else {}
     for name in names:
         if name in held:
@@ -352,11 +325,9 @@ def with_keywords(code: CodeType, variables: Mapping[str, Any]) -> Call:
 
 @uncompiled  # behind a graph break, dynamo would trace the walk over frames
 def modules_called() -> list[tuple[Any, CodeType, Mapping[str, Any]]]:
-    """The modules whose calls are running in this thread, the innermost first, with the code and its variables.
-
-    While a graph is captured, the calls that are traced are among them. Reading the variables of a frame takes time, so
-    only those of a module's call and of functions that are defined as ``forward`` are read.
-    """
+    """The modules whose calls are running in this thread, the innermost first, with the code and its variables."""
+    # While a graph is captured, the calls that are traced are among them. Reading the variables of a frame takes time,
+    # so only those of a module's call and of functions that are defined as `forward` are read.
     found: list[tuple[Any, CodeType, Mapping[str, Any]]] = []
     tracing = tracing_code() if "torch._dynamo" in sys.modules else None
     call = torch.nn.Module._call_impl.__code__

@@ -1,13 +1,9 @@
 """Labels and losses of a packed batch: labels across boundaries, weighted losses, router losses.
 
-As in padded training, a document's first token is never predicted. A label there is ignored without an error, so that
-packed equals padded, ``num_items_in_batch`` included. Only models that shift their labels do so.
-
-In a batch of ``loss_weights="document"`` every document has the same weight, and in one of ``"token"`` every token has
-its own. A trainer knows only ``labels``, and Trainer divides the loss by how many of them there are in a step, over
-accumulated batches and processes. So ``labels`` hold one entry for each document, or for each token in the loss, and
-their number is what the weighted losses are divided by. The tokens to predict are in ``loss_labels``, and their
-weights, which add up to 1 in each document or are the user's, in ``loss_weights``.
+A trainer knows only ``labels``, and Trainer divides the loss by how many of them there are in a step, over accumulated
+batches and processes. In a batch with weights, ``labels`` therefore hold one entry for each document or each token in
+the loss. The tokens to predict are in ``loss_labels``, and their weights, which add up to 1 in each document or are
+the user's, in ``loss_weights``.
 """
 
 from __future__ import annotations
@@ -47,7 +43,6 @@ _SHIFTED = "ForCausalLMLoss"
 
 
 def before(step: Step) -> None:
-    """Take the tokens and weights of a weighted loss, and ignore labels across a boundary."""
     if step.call.get(LOSS_LABELS) is not None:
         _take_weighted(step)
     if step.mask is None or step.role.innermost:
@@ -62,7 +57,6 @@ def before(step: Step) -> None:
 
 
 def after(step: Step, weighted: Weighted, output: Any) -> Any:
-    """Add the weighted loss to a causal LM's output."""
     logits = output[0] if isinstance(output, tuple) else output.get("logits")
     if not isinstance(logits, torch.Tensor) or logits.shape[:-1] != weighted.labels.shape:
         raise BadBatch(
@@ -78,7 +72,8 @@ def after(step: Step, weighted: Weighted, output: Any) -> Any:
 
 
 def _ignore_first(step: Step, mask: PackedMask, given: Call) -> None:
-    """Ignore labels across a boundary. Without that, a document's last token would predict the next one's first."""
+    # Without this, a document's last token would predict the next one's first. A label of a document's first token is
+    # no error: padded training ignores it too, num_items_in_batch included. Only models that shift labels need it.
     shape, kept = mask.shape, kept_logits(step.call)
     if mask.part is not None:
         _require_shifted(step.module, given, kept)
@@ -93,7 +88,7 @@ def _ignore_first(step: Step, mask: PackedMask, given: Call) -> None:
 
 
 def _ignored_by(model: Model) -> int:
-    """The label that a model's loss function ignores by default. A graph cannot look at functions: -100 there."""
+    # A graph cannot look at functions, so -100 is taken there.
     loss = None if compiling() else _loss_function(model)
     return IGNORED_LABEL if loss is None else int(inspecting.default_of(loss, IGNORE_INDEX, IGNORED_LABEL))
 
@@ -105,11 +100,8 @@ def _replaced(labels: Any, one: int, by: int) -> Any:
 
 
 def _require_shifted(model: Model, given: Call, kept: object) -> None:
-    """Refuse labels that cannot be right for a part of a row.
-
-    The last token of a part predicts the first token of the next one, whose label is in another process. Trainer passes
-    the shifted labels as ``labels`` too, because models without them compute no loss.
-    """
+    # The last token of a part predicts the first token of the next part, whose label is in another process. Trainer
+    # passes the shifted labels as `labels` too, because models compute no loss without `labels`.
     if given and ("shift_labels" not in given or kept is not None):
         raise BadBatch(
             "sequence parallelism (sp_size) splits rows over processes: expected shift_labels, which are shifted "
@@ -125,11 +117,8 @@ def _require_shifted(model: Model, given: Call, kept: object) -> None:
 
 
 def predicts_the_next(model: Model, sees_both_ways: bool) -> bool:
-    """Whether each token predicts the next token's label. A token classifier or a masked LM does not.
-
-    If the model's forward uses a loss function of Transformers, that function decides. Otherwise the attention must be
-    causal and the head must have one output per vocabulary entry.
-    """
+    # A loss function of Transformers, if the forward uses one, shows whether labels are shifted. A token classifier or
+    # a masked LM does not shift them.
     loss = _loss_function(model)
     if getattr(loss, "__module__", None) == _LOSSES:
         return bool(loss is getattr(sys.modules[_LOSSES], _SHIFTED))
@@ -137,7 +126,7 @@ def predicts_the_next(model: Model, sees_both_ways: bool) -> bool:
 
 
 def _loss_function(model: Model) -> Any:
-    """``model.loss_function`` if the model's forward uses it (4.46 on), else None."""
+    # The model's forward uses `loss_function` from 4.46 on.
     asks = any(inspecting.reads_name(forward, "loss_function") for forward in inspecting.forwards_that_run(type(model)))
     known = getattr(model, "loss_type", None) is not None or hasattr(model, "_loss_function")
     return model.loss_function if asks and known and hasattr(type(model), "loss_function") else None
@@ -154,7 +143,7 @@ def _has_vocabulary_head(model: Model) -> bool:
 
 
 def kept_logits(call: Call) -> slice | torch.Tensor | None:
-    """Return the tokens whose logits a call asks for, as an index of a row; None if it asks for all."""
+    # The result is an index of a row. None stands for all tokens.
     kept = None
     for name in FEWER_LOGITS:
         kept = call.get(name) if kept is None else kept
@@ -164,29 +153,18 @@ def kept_logits(call: Call) -> slice | torch.Tensor | None:
 
 
 def inside_documents(
+    # int64 [batch, length] or [batch, length, codebooks]; with `kept` also [batch, kept], one for each logit
     labels: object,
-    documents: Boundaries,
-    name: str,
+    documents: Boundaries,  # with `part`, those of the whole rows
+    name: str,  # "labels", or "shift_labels", in which each label stands at the token that predicts it
     shape: tuple[int, int],
     kept: slice | torch.Tensor | None,
     part: RowPart | None = None,
-    ids: torch.Tensor | None = None,
+    ids: torch.Tensor | None = None,  # they tell what labels behind a gap of `kept` mean
 ) -> torch.Tensor:
-    """Labels in which every document's first token has the label -100.
-
-    In a tree, no token of the row predicts the first token of a segment with a parent. Its label must be -100: each
-    branch starts with the last token that it shares, which its own loss does not count.
-
-    Args:
-        labels: int64 ``[batch, length]``, or ``[batch, length, codebooks]``. With ``kept``, also ``[batch, kept]``, one
-            for each logit.
-        documents: the batch's boundaries. With ``part``, they are those of the whole rows.
-        name: ``"labels"``, or ``"shift_labels"``, in which each label stands at the token that predicts it.
-        shape: ``(batch, length)`` of the batch.
-        kept: the tokens whose logits are computed, as an index of a row.
-        part: the part of every row that the labels are of; None if rows are whole.
-        ids: the batch's ``input_ids``, if it has any. They tell what labels behind a gap of ``kept`` mean.
-    """
+    """Labels in which every document's first token has the label -100."""
+    # In a tree, no token of the row predicts the first token of a segment with a parent, so its label must be -100.
+    # Each branch starts with the last token that it shares, which its own loss does not count.
     tokens = shape[0] * shape[1]
     if kept is not None and isinstance(labels, torch.Tensor) and labels.dim() == 2 and tuple(labels.shape) != shape:
         return _inside_of_fewer(labels, documents, name, shape, kept, ids)
@@ -206,10 +184,8 @@ def inside_documents(
 
 
 def _crossing(documents: Boundaries, name: str, tokens: int) -> torch.Tensor:
-    """The tokens whose labels cross a boundary, int64 ``[segments]``; ``tokens`` for a segment without one.
-
-    The last token of a parent may have a label that is already shifted: it predicts what every branch starts with.
-    """
+    # The result is int64 [segments], with `tokens` for a segment without such a token. The last token of a
+    # parent may have a label that is already shifted: it predicts what every branch starts with.
     cu = documents.cu_seqlens.long()
     if name == "labels":
         return cu[:-1]
@@ -229,11 +205,8 @@ def _inside_of_fewer(
     kept: slice | torch.Tensor,
     ids: torch.Tensor | None,
 ) -> torch.Tensor:
-    """:func:`inside_documents` of labels that were cut to the logits that are computed.
-
-    The model shifts the labels by one, so that the logit of one kept token predicts the label behind it. That label is
-    ignored if the token is its document's last.
-    """
+    # The model shifts labels by one: the logit of one kept token predicts the label behind it in the cut labels. That
+    # label is ignored if the token is its document's last.
     if documents.parents is not None:
         raise BadBatch(
             f"{name}: expected one for each of {shape[1]} tokens with segment_parents, found {described(labels)}."
@@ -255,12 +228,9 @@ def _inside_of_fewer(
 def _without_gaps(
     labels: torch.Tensor, documents: Boundaries, shape: tuple[int, int], kept: torch.Tensor, ids: torch.Tensor | None
 ) -> torch.Tensor:
-    """Ignore the labels that another document's token would predict after the tokens between were cut.
-
-    There are two ways to cut labels. If they are the kept tokens' own labels, the label behind such a gap is another
-    document's. ms-swift gives each kept token but the last one the label of the token behind it in the row, which
-    belongs to the same document. The ids tell which of the two it is.
-    """
+    # There are two ways to cut labels. If they are the kept tokens' own labels, the label behind a gap is another
+    # document's. ms-swift gives each kept token but the last one the label of the token behind it in the row, which
+    # belongs to the same document. The ids tell which of the two it is.
     at = torch.arange(shape[1], device=labels.device)[kept.to(labels.device)]
     document = document_of(documents.cu_seqlens.to(labels.device), shape[0] * shape[1]).view(shape)[:, at]
     behind = (document[:, 1:] != document[:, :-1]) & (labels[:, 1:] != IGNORED_LABEL)
@@ -296,7 +266,7 @@ _UNUSED = (
 
 
 def _take_weighted(step: Step) -> None:
-    """Take what a weighted loss is computed from out of the call, so that the model computes no loss itself."""
+    # The model then computes no loss itself.
     call = step.call
     _require_logits(step)
     if step.by_hook:  # another package's forward: the forward that it calls in the end is ours, or raises
@@ -319,7 +289,6 @@ _INSTEAD = (
 
 
 def _require_logits(step: Step) -> None:
-    """Refuse a model that is not a causal LM, or that another package's forward called past the causal LM."""
     role, model = step.role, type(step.module).__name__
     learns = role.predicts_the_next and not role.innermost
     if not learns or (step.by_hook and not step.calls.takes(LOSS_LABELS)):
@@ -329,7 +298,6 @@ def _require_logits(step: Step) -> None:
 
 
 def _require_labels(step: Step) -> None:
-    """Refuse labels and weights that no collator has made."""
     call, labels, weights = step.call, step.call[LOSS_LABELS], step.call.get(LOSS_WEIGHTS)
     if call.get("labels") is None:
         raise BadBatch(
@@ -349,7 +317,7 @@ def _require_labels(step: Step) -> None:
 
 
 def _other_loss(step: Step) -> str:
-    """What makes the loss another one than the weighted, as the end of an error; empty if nothing does."""
+    # The result is the end of an error's text. It is empty if nothing makes the loss another one than the weighted.
     call = step.call
     fewer = passed(call, FEWER_LOGITS)
     if any(not (isinstance(kept, int) and kept == 0) for kept in fewer.values()):
@@ -371,15 +339,12 @@ def _other_loss(step: Step) -> str:
     return ""
 
 
-LOGITS = "router_logits"
-"""The field of the base model's output that every causal LM with a router loss reads."""
+LOGITS = "router_logits"  # the field of the base model's output that every causal LM with a router loss reads
 
 
 class RouterLoss(Trait):
-    """Hand the causal LM the router logits of real tokens only (Mixtral in 4.37, whose loss would count padding).
-
-    From 4.38 on, a model hands its mask on to the function that computes the loss. In 4.36 the loss is a constant.
-    """
+    # Mixtral's loss in 4.37 would count padding, so it gets the router logits of real tokens only. From 4.38 on, a
+    # model hands its mask on to the function that computes the loss. In 4.36 the loss is a constant.
 
     name = "router loss"
 
@@ -401,13 +366,12 @@ class RouterLoss(Trait):
 
 
 def _called(forward: Any) -> list[FunctionType]:
-    """The functions of a modeling module that a forward may call."""
     known = inspect.unwrap(forward).__globals__
     return [known[name] for name in inspecting.names_read(forward) if isinstance(known.get(name), FunctionType)]
 
 
 def _of_real(value: Any, real: torch.Tensor) -> Any:
-    """Each layer's router logits ``[tokens, experts]`` of real tokens, from those of all; other values as they are."""
+    # `value` may be a tuple of each layer's router logits [tokens, experts].
     if not isinstance(value, tuple):
         return value
     if not all(isinstance(layer, torch.Tensor) and layer.dim() == 2 and len(layer) == len(real) for layer in value):

@@ -1,14 +1,6 @@
 """Functions that make masks are replaced, so that a packed batch keeps its packed mask with their windows and blocks.
 
-Blocks are tokens that see each other in both directions (a picture, or a prefix). These functions are told of them:
-
-- 4.45 to 4.57: PaliGemma's ``_update_causal_mask``. With labels, all tokens see the tokens of type 0, which are the
-  prefix with the picture. Without labels, all tokens see each other.
-- 4.50 to 4.52: Gemma 3's ``_update_causal_mask``. Each run of tokens of type 1 is a picture. In the first of these
-  versions, all pictures of a row see each other.
-- 4.53 to 5.9: functions with ``or_mask_function``, a closure over the numbers of blocks. In 5.23, sliding
-  layers have it.
-- 5.10 on: functions with ``block_sequence_ids``, the numbers of blocks
+Blocks are tokens that see each other in both directions (a picture, or a prefix).
 """
 
 from __future__ import annotations
@@ -34,47 +26,34 @@ from .foreign import is_known, where_defined
 from .packed_mask import PackedMask, mask_among
 
 TYPES = "token_type_ids"
-MEDIA_TYPES = "mm_token_type_ids"
-"""The name of the types of Gemma 4's tokens."""
+MEDIA_TYPES = "mm_token_type_ids"  # the types of Gemma 4's tokens
 
 CUT = "and_mask_function"
 NUMBERS = "block_sequence_ids"
 
-_NUMBERED = "image_group_ids"
-"""The name that Gemma 3 and the closures up to 5.4 give to the numbers of the pictures' blocks."""
+_NUMBERED = "image_group_ids"  # the numbers of the pictures' blocks in Gemma 3 and the closures up to 5.4
 
-_HELD = (NUMBERS, "group_ids", _NUMBERED)
-"""The names that closures give to them, the newest first."""
+_HELD = (NUMBERS, "group_ids", _NUMBERED)  # the names that closures give to them, the newest first
 
+# a variable of 4.53's closure: tokens of type 1 that are no farther apart see each other, in several pictures too
 _BY_DISTANCE = "tokens_per_image"
-"""A variable of 4.53's closure: tokens of type 1 that are no farther apart see each other, in several pictures too."""
 
+# a variable of Gemma 3's `_update_causal_mask`, which compares the types of two tokens
 _COMPARED = "token_type_mask"
-"""A variable of Gemma 3's ``_update_causal_mask``, which compares the types of two tokens."""
 
 
 class Blocks(NamedTuple):
-    """The blocks of a batch.
+    """The blocks of a batch."""
 
-    Attributes:
-        numbers: integers ``[batch or 1, length]``. Neighbours with the same number of 0 or more see each other.
-        said: the object that said so. A second function that is given the same one is told of the same blocks.
-        prefixes: whether all tokens of a document see its block, which then must begin the document.
-    """
-
+    # integers [batch or 1, length]; neighbours with the same number of 0 or more see each other
     numbers: torch.Tensor
-    said: object
-    prefixes: bool = False
+    said: object  # a second function that is given the same object is told of the same blocks
+    prefixes: bool = False  # all tokens of a document see its block, which then must begin the document
 
 
 def blocks_of(function: Function, variables: frozenset[str], given: Call) -> Blocks | None:
-    """The blocks that are named to a function that makes masks. None if there are none, or all layers look ahead.
-
-    Args:
-        function: the function.
-        variables: the names of its variables.
-        given: its arguments by name.
-    """
+    """The blocks that are named to a function that makes masks. None if there are none, or all layers look ahead."""
+    # From 4.53 to 5.9 a closure over the numbers of blocks is given. In 5.23, sliding layers have it.
     added = given.get(directions.ADDED)
     if added is not None:
         found = _of_closure(added)
@@ -82,12 +61,16 @@ def blocks_of(function: Function, variables: frozenset[str], given: Call) -> Blo
             return found
         if not directions.adds_the_later_ones(given.get("config")):  # else all layers look ahead, as apply has checked
             raise _unknown(function, directions.ADDED)
-    if given.get(NUMBERS) is not None:
+    if given.get(NUMBERS) is not None:  # from 5.10 on
         return Blocks(given[NUMBERS], given[NUMBERS])
     types = given.get(TYPES)
+    # From 4.50 to 4.52, Gemma 3's `_update_causal_mask` takes each run of tokens of type 1 for a picture. In the first
+    # of these versions, all pictures of a row see each other.
     if _COMPARED in variables:
         numbered = _NUMBERED in variables
         return None if types is None else Blocks(_pictures(types) if numbered else types - 1, types)
+    # From 4.45 to 4.57, PaliGemma's `_update_causal_mask` lets all tokens see the tokens of type 0 (the prefix with the
+    # picture) if there are labels, and all tokens see each other if there are none.
     if TYPES in variables and "is_training" in variables:
         return _prefix(given, types)
     for name in (TYPES, MEDIA_TYPES):
@@ -105,13 +88,11 @@ def _of_closure(added: object) -> Blocks | None:
 
 
 def window_of(given: Call) -> int | None:
-    """The sliding window, in tokens, that a function adds to a mask with blocks; None if it adds none."""
     window = inspecting.enclosed(given.get(CUT)).get("sliding_window")
     return window if isinstance(window, int) else None
 
 
 def _pictures(types: torch.Tensor) -> torch.Tensor:
-    """A number for each run of tokens of type 1, and -1 for other tokens."""
     inside = types == 1
     first = inside & ~torch.nn.functional.pad(inside, (1, 0))[:, :-1]
     return torch.where(inside, first.long().cumsum(1) - 1, -1)
@@ -134,7 +115,7 @@ def _unknown(function: Function, name: str) -> PackingNotIsolated:
 
 
 def with_spans(mask: PackedMask, blocks: Blocks | None) -> PackedMask:
-    """A packed mask with the spans of some blocks, cut at the ends of documents. They are made once for each batch."""
+    # The spans are cut at the ends of documents, and made once for each batch.
     found = mask.boundaries
     if blocks is None:
         if mask.facts.contradiction and found.until is None:
@@ -158,12 +139,11 @@ def with_spans(mask: PackedMask, blocks: Blocks | None) -> PackedMask:
     return replace(mask, boundaries=known[1])
 
 
+# a method that puts pictures into the row; PaliGemma's (4.41 to 4.44) also makes the mask and the position ids
 MERGE = "_merge_input_ids_with_image_features"
-"""A method that puts pictures into the row. PaliGemma's (4.41 to 4.44) also makes the mask and the position ids."""
 
 
 def look(model: ModelLayers, facts: Facts) -> list[Site]:
-    """Replace the functions that make masks for the models that a call goes through."""
     for cls in map(type, model.entered):
         merge = getattr(cls, MERGE, None)
         if merge is not None and inspecting.takes(merge, TYPES):
@@ -181,12 +161,9 @@ def look(model: ModelLayers, facts: Facts) -> list[Site]:
 
 
 def let_through(original: Function) -> Function:
-    """Replacement for a function that makes masks: it returns the packed mask that is among its arguments.
-
-    The packed mask gets the spans of :func:`blocks_of`, and the sliding window or the chunks that the function would
-    have put into its mask. Qwen2MoE in 5.x needs that: its attention layers do not pass their window on to flash
-    attention.
-    """
+    """Replacement for a function that makes masks: it returns the packed mask that is among its arguments."""
+    # The packed mask gets the sliding window or the chunks that the function would have put into its mask. Qwen2MoE in
+    # 5.x needs that: its attention layers do not pass their window on to flash attention.
     names, variables = inspecting.parameter_names(original), inspecting.variables_of(original)
     passes_on = _hands_blocks_on(original)
 
@@ -212,7 +189,6 @@ def let_through(original: Function) -> Function:
 
 
 def _as_made_by(function: Function, names: list[str], given: Call, told: Blocks | None, mask: PackedMask) -> Any:
-    """The packed mask with the window or the chunks that a function would have put into its mask, or two masks."""
     if told is not None and function.__name__ in METHODS:
         return replace(mask, outright=True)
     if told is not None and window_of(given) is not None:
@@ -233,7 +209,7 @@ def _as_made_by(function: Function, names: list[str], given: Call, told: Blocks 
 
 @constant
 def _registered(implementation: object) -> str:
-    """Where the user's function that would make the mask of a dense batch is defined; empty if it is upstream's."""
+    # where the user's function that would make the mask of a dense batch is defined; empty if it is upstream's
     function = inspecting.dictionary_in(*find_masks.REGISTERED).get(implementation)
     known = _of_the_user.get(implementation)
     if known is None or known[0] is not function:
@@ -242,16 +218,14 @@ def _registered(implementation: object) -> str:
     return known[1]
 
 
+# functions that were looked at, by implementation: to ask whose code one is takes ten calls in every batch
 _of_the_user: dict[Any, tuple[Any, str]] = {}
-"""The functions that were looked at, by implementation: to ask whose code one is takes ten calls in every batch."""
 
 
 def _hands_blocks_on(function: Function) -> bool:
-    """Whether a function of a modeling module has its masks made by others there, which are told of blocks.
-
-    In 5.0 it is given ``token_type_ids`` (Gemma 4: ``mm_token_type_ids``). In 5.23 it is given the numbers of blocks,
-    and in Gemma 4 only the mask of sliding layers has them.
-    """
+    # Such a function has its masks made by others in its modeling module, which are told of blocks. In 5.0 it is given
+    # `token_type_ids` (Gemma 4: `mm_token_type_ids`). In 5.23 it is given the numbers of blocks, and in Gemma 4 only
+    # the mask of sliding layers has them.
     told = (TYPES, MEDIA_TYPES, NUMBERS)
     given = any(inspecting.has_variable(function, name) for name in told) or inspecting.has_constant(
         function, directions.ADDED

@@ -23,8 +23,7 @@ from .inspecting import uses_flash
 from .prepared import LOOKED_AT, MOST, OPTIONS, PLAIN, Prepared, compute_dtype
 from .ulysses import RowPart
 
-MASK = "attention_mask"
-"""The forward argument that every version passes to every attention layer."""
+MASK = "attention_mask"  # the forward argument that every version passes to every attention layer
 
 _NOT_A_TENSOR = (
     "torch's {function} was called on a PackedMask: an attention layer was not patched by fa2patch. "
@@ -44,64 +43,40 @@ _WHERE = torch.where  # the four models above; on logits it is called by an atte
 
 @dataclass(eq=False)
 class PackedMask:
-    """Carries the boundaries of a packed batch to the layers. It is not a tensor, so that unpatched attention fails.
+    """Carries the boundaries of a packed batch to the layers. It is not a tensor, so that unpatched attention fails."""
 
-    Attributes:
-        boundaries: the batch's boundaries. With ``part``, they are those of the whole rows.
-        picks: which kernel computes which layer.
-        shape: ``(batch, length)``, like a 2-D mask. Models read it to reshape the mask or to slice keys.
-        position_ids: the batch's position ids, for models that derive positions from the mask (OPT up to 4.45).
-        positions: largest position id + 1, the length that a table of rotary embeddings needs.
-        facts: what is known of the model.
-        window: the sliding window of the mask that the model made for these layers, in tokens. None leaves it to the
-            layer, and 0 is no window.
-        outright: whether a model around the text side made a mask for every query. Functions of the text side that make
-            masks then hand it on without a window (PaliGemma 2 in 4.53 to 4.57).
-        real: ``[batch, length]``, 0 for padding, from the batch's 2-D attention mask or ``real_tokens``; None if it has
-            neither.
-        part: the part of every row that this process holds; None if rows are whole. ``shape`` and ``position_ids``
-            are then those of the part.
-        layer: the attention layer being computed. Only the formula seam sets it.
-        calls: the layers that were given the boundaries, in order; None for an unknown layer or in a compiled graph.
-    """
-
-    boundaries: Boundaries
+    boundaries: Boundaries  # with `part`, those of the whole rows
     picks: Picks
-    shape: tuple[int, int]
-    positions: int
+    shape: tuple[int, int]  # (batch, length), like a 2-D mask: models read it to reshape the mask or to slice keys
+    positions: int  # largest position id + 1, the length that a table of rotary embeddings needs
+    # Models that derive positions from the mask need the ids (OPT up to 4.45).
     position_ids: torch.Tensor | None = field(default=None, repr=False)
     facts: Facts = field(default_factory=Facts, repr=False)
+    # The window, in tokens, of the mask that the model made for these layers. None leaves it to the layer, 0 is none.
     window: int | None = None
+    # A model around the text side made a mask for every query. Functions of the text side that make masks then hand it
+    # on without a window (PaliGemma 2 in 4.53 to 4.57).
     outright: bool = False
+    # [batch, length], 0 for padding, from the batch's 2-D attention mask or `real_tokens`; None if it has neither
     real: torch.Tensor | None = field(default=None, repr=False)
+    # The part of every row that this process holds. `shape` and `position_ids` are then those of the part.
     part: RowPart | None = None
+    # the attention layer being computed, which only the formula seam sets
     layer: torch.nn.Module | None = field(default=None, repr=False)
+    # the layers that were given the boundaries, in order; None for an unknown layer or in a compiled graph
     calls: list[torch.nn.Module | None] = field(default_factory=list, repr=False)
 
     def attend(
         self,
         module: torch.nn.Module | None,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        options: Options,
-        kind: Hashable = None,
-        casts: bool = False,
+        q: torch.Tensor,  # [batch, length, query heads, head dim]
+        k: torch.Tensor,  # [batch, length, key heads, head dim]
+        v: torch.Tensor,  # [batch, length, key heads, value head dim]
+        options: Options,  # the mask's window and the registry's quirks override it
+        kind: Hashable = None,  # the call's `kind_of`, under which what is found is kept for later calls
+        casts: bool = False,  # whether the layer's own function casts float32 states, as Transformers' flash path does
     ) -> torch.Tensor:
-        """Compute packed attention for a layer, in the dtype of :func:`~.prepared.compute_dtype`.
-
-        Args:
-            module: the attention layer, or None if it is not known.
-            q: ``[batch, length, query heads, head dim]``.
-            k: ``[batch, length, key heads, head dim]``.
-            v: ``[batch, length, key heads, value head dim]``.
-            options: what the layer asks for. The mask's window and the registry's quirks override it.
-            kind: the call's :meth:`kind_of`, under which what is found is kept for later calls.
-            casts: whether the layer's own function would cast float32 states, as Transformers' flash path does.
-
-        Returns:
-            ``[batch, length, query heads, value head dim]``.
-        """
+        """Compute packed attention for a layer: ``[batch, length, query heads, value head dim]``."""
         captured = compiling()  # asked here, as dynamo may trace this function alone
         self.calls.append(None if captured else module)
         if not self.facts.both_ways and getattr(module, "is_causal", True) is False:
@@ -140,7 +115,7 @@ class PackedMask:
         return output if self.part is None else self.part.own_tokens(output)
 
     def window_of(self, layer: torch.nn.Module | None, said: int | None) -> int | None:
-        """The window of a layer, in tokens, or None. ``said`` is the window that the layer hands to its function."""
+        # `said` is the window that the layer hands to its function.
         if self.window is not None:  # eager attention has its window in the mask only
             return self.window or None
         if said is None or not self.facts.windows_of_flash:
@@ -148,7 +123,6 @@ class PackedMask:
         return said if uses_flash(getattr(layer, "config", None)) else None
 
     def _as_documents_ask(self, module: torch.nn.Module | None, options: Options) -> Options:
-        """A layer's options in a batch with spans or with a tree of segments, which some of them do not fit."""
         documents = self.boundaries
         if documents.until is not None:
             options = replace(options, causal=True)  # the mask says who sees later tokens; PaliGemma's layers say: all
@@ -164,14 +138,8 @@ class PackedMask:
     def kind_of(
         self, layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, asked: Call, casts: bool = False
     ) -> Hashable:
-        """The kind of a layer's call, under which :class:`~.prepared.Prepared` is kept; None if it must be looked at.
-
-        Args:
-            layer: the layer.
-            query, key, value: ``[batch, heads, length, head dim]``.
-            asked: the keywords of the call.
-            casts: as for :meth:`attend`.
-        """
+        """The kind of a layer's call, under which ``Prepared`` is kept; None if the call must be looked at."""
+        # query, key and value are [batch, heads, length, head dim].
         documents, quirks, get, dtype = self.boundaries, self.facts.architecture, asked.get, query.dtype
         if layer is None or self.part is not None or documents.until is not None or query.is_meta:
             return None
@@ -197,13 +165,8 @@ class PackedMask:
     def attend_again(
         self, layer: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, known: Prepared
     ) -> torch.Tensor:
-        """Compute a call of a kind that :meth:`attend` has looked at, and return the same.
-
-        Args:
-            layer: the layer that ``known`` holds for.
-            query, key, value: as there, but ``[batch, heads, length, dim]``.
-            known: what was found.
-        """
+        """Compute a call of a kind that :meth:`attend` has looked at, and return the same."""
+        # query, key and value are [batch, heads, length, dim], unlike those of `attend`.
         self.calls.append(layer)
         self.picks.last[id(layer)] = known.of
         q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
@@ -214,7 +177,7 @@ class PackedMask:
         return output.view(batch, length, *output.shape[1:])
 
     def require_whole_rows(self, what: str) -> None:
-        """Raise :class:`PackingNotIsolated` if rows are split over processes. ``what`` needs whole documents."""
+        # `what` is a part of the model that needs whole documents.
         if self.part is not None:
             raise PackingNotIsolated(
                 f"sequence parallelism (sp_size) splits rows over {self.part.of} processes, and the model has {what}, "
@@ -223,16 +186,16 @@ class PackedMask:
 
     @property
     def rows(self) -> tuple[int, int]:
-        """``(batch, length)`` of the whole rows, which ``boundaries`` describe."""
+        # (batch, length) of the whole rows, which `boundaries` describe
         return self.shape if self.part is None else self.part.rows(self.shape)
 
     def _counted(self) -> torch.Tensor:
-        """Positions that count from 0 along each document, int64 ``[batch, length]``."""
+        # Positions count from 0 along each document, int64 [batch, length].
         positions = self.boundaries.positions_of(self.rows)
         return positions if self.part is None else self.part.own(positions)
 
     def given(self, module: torch.nn.Module | None) -> None:
-        """Record that a layer has been given the boundaries. This is checked after the forward."""
+        # What is recorded here is checked after the forward.
         self.calls.append(None if compiling() else module)
 
     # What it does to look like a tensor ``[batch, length]`` to Transformers' code, on its way from a model's forward to
@@ -240,12 +203,9 @@ class PackedMask:
     # here raises an error, so that an attention layer that is not patched fails.
 
     def to(self, *args: Any, **kwargs: Any) -> PackedMask:
-        """Move the boundaries like ``Tensor.to``, but ignore a dtype.
-
-        Models cast the mask: Falcon (4.34), GPT-2, GPT-J and GPT-NeoX (4.36 to 4.48), GPTBigCode (4.36 to 4.52),
-        Gemma 3 and Qwen2-VL (4.52), and ``get_extended_attention_mask`` (every version). Accelerate moves the inputs of
-        each layer.
-        """
+        # Models cast the mask: Falcon (4.34), GPT-2, GPT-J and GPT-NeoX (4.36 to 4.48), GPTBigCode (4.36 to 4.52),
+        # Gemma 3 and Qwen2-VL (4.52), and `get_extended_attention_mask` (every version). The dtype is ignored.
+        # Accelerate moves the inputs of each layer.
         device = self.boundaries.cu_seqlens[:0].to(*args, **kwargs).device
         if device == self.device:
             return self
@@ -253,22 +213,22 @@ class PackedMask:
 
     @property
     def device(self) -> torch.device:
-        """The device of ``cu_seqlens``. The models that use :meth:`to` ask for it."""
+        # The models that use `to` ask for it.
         return self.boundaries.cu_seqlens.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """The default dtype. Gemma 2 and Gemma 3 (4.52) look up its smallest number, which hides a token."""
+        # Gemma 2 and Gemma 3 (4.52) look up its smallest number, which hides a token.
         return torch.get_default_dtype()
 
     # Its shape
 
     def size(self, dim: int | None = None) -> tuple[int, ...] | int:
-        """Return the size like ``Tensor.size`` of a 2-D mask. No model of a release asks for it; remote code may."""
+        # No model of a release asks for it; remote code may.
         return self.shape if dim is None else self.shape[dim]
 
     def dim(self) -> int:
-        """Return 2, as a 2-D mask does. Gemma 2 (4.48) and ``get_extended_attention_mask`` (every version) ask."""
+        # Gemma 2 (4.48) and `get_extended_attention_mask` (every version) ask.
         return len(self.shape)
 
     ndim = property(dim)  # GPT-2 (4.52 on)
@@ -276,7 +236,6 @@ class PackedMask:
     # What turns a 2-D mask into a 4-D one: reshape it, cast it, map it to 0 and -inf
 
     def _as_it_is(self, *args: Any, **kwargs: Any) -> PackedMask:
-        """Return the packed mask itself."""
         return self
 
     view = _as_it_is  # GPT-J and GPT-NeoX (4.36 to 4.43), GPTBigCode (4.36 to 4.52), GPT-2 (4.36 on)
@@ -285,10 +244,8 @@ class PackedMask:
     __rmul__ = _as_it_is  # the same product in another order: remote code
 
     def __getattr__(self, name: str) -> Any:
-        """Let the mask be cast by ``bool()``, as GPTBigCode does (4.36 to 4.52), and by ``long()`` and ``float()``.
-
-        There are no methods of these names, because they would hide the types ``bool`` and ``float`` in the class.
-        """
+        # GPTBigCode casts the mask by `bool()` (4.36 to 4.52). Methods of these names would hide the types `bool` and
+        # `float` in the class.
         if name in ("bool", "long", "float"):
             return self._as_it_is
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -297,10 +254,8 @@ class PackedMask:
     def __torch_function__(
         cls: type[PackedMask], function: Function, types: object, args: Args = (), kwargs: object = None
     ) -> PackedMask:
-        """Allow the torch functions with which models add a causal mask or a window to a mask.
-
-        Any other function, such as one that an unpatched attention layer calls on its mask, raises TypeError.
-        """
+        # Models add a causal mask or a window to a mask with the functions that are allowed here. Any other function,
+        # such as one that an unpatched attention layer calls on its mask, raises TypeError.
         if function in _OF_MASKS or (function is _WHERE and not any(_is_logits(value) for value in args)):
             for value in args:
                 if isinstance(value, cls):
@@ -310,34 +265,30 @@ class PackedMask:
     # Its values
 
     def __contains__(self, value: object) -> bool:
-        """Return True for 0. Most flash models of 4.34 to 4.42, GPTBigCode to 4.52, keep a mask only if it has a 0."""
+        # Most flash models of 4.34 to 4.42, and GPTBigCode to 4.52, keep a mask only if it has a 0.
         return value == 0
 
     __iter__ = None  # else Python would iterate through __getitem__, without end
 
     def __bool__(self) -> bool:
-        """Return False, so that xLSTM (4.55 on; ``if cache_params:``) writes no states back."""
+        # xLSTM (4.55 on, `if cache_params:`) then writes no states back.
         return False
 
     def __getitem__(self, index: object) -> Any:
-        """Return ones for ``mask[:, -1]``, by which 4.34's flash Mistral tells the padding side; else the mask.
-
-        These index the mask too: GPT-2, GPT-J and GPT-NeoX (4.36 to 4.48) and ``get_extended_attention_mask`` (every
-        version) for a 4-D mask, Gemma 2, Gemma 3 and Cohere 2 (4.48 to 4.52) and GPT-Neo (4.46 on) for keys, and xLSTM
-        (4.55 on) for a layer's state.
-        """
+        # 4.34's flash Mistral tells the padding side by mask[:, -1]. GPT-2, GPT-J and GPT-NeoX (4.36 to 4.48) and
+        # `get_extended_attention_mask` (every version) index for a 4-D mask, Gemma 2, Gemma 3 and Cohere 2 (4.48 to
+        # 4.52) and GPT-Neo (4.46 on) for keys, and xLSTM (4.55 on) for a layer's state.
         if index == (slice(None), -1):
             return torch.ones(self.shape[0], dtype=torch.int64)
         return self
 
     @property
     def rnn_state(self) -> PackedMask:
-        """The mask itself, so that xLSTM (4.55 on) hands it to each layer as ``cache_params.rnn_state[layer]``."""
+        # xLSTM (4.55 on) hands it to each layer as `cache_params.rnn_state[layer]`.
         return self
 
 
 def mask_among(values: Iterable[Any]) -> PackedMask | None:
-    """Return the first packed mask among some arguments, or None."""
     for value in values:
         if isinstance(value, PackedMask):
             return value

@@ -1,8 +1,8 @@
 """A packed batch of more tokens than a budget, computed by its base model in passes of whole documents.
 
-Each pass is a checkpoint: between its forward and its backward only its inputs and outputs are kept, and its backward
-computes it once more. What is around the base model, a head and a loss, gets the hidden states of all documents at
-once, as without passes. So nothing has to be known of the loss.
+Each pass is a checkpoint: only its inputs and outputs are kept until its backward, which computes it once more. What is
+around the base model, a head and a loss, gets the hidden states of all documents at once, so that nothing has to be
+known of the loss.
 """
 
 from __future__ import annotations
@@ -36,21 +36,13 @@ from .step import Step
 
 @dataclass
 class Budget:
-    """How many tokens a base model computes at once, and what that led to.
+    """How many tokens a base model computes at once, and what that led to."""
 
-    Attributes:
-        max_tokens: the most tokens of a pass.
-        too_long: what is done with a document that is longer: ``"error"``, or ``"alone"`` for a pass of its own.
-        shapes: the shapes of passes, if they are not those of their documents.
-        counts: what was computed with gradients; None if nobody asks.
-        warned: why batches were computed at once all the same.
-    """
-
-    max_tokens: int
-    too_long: str = "error"
-    shapes: StillShapes = PLAIN
-    counts: Counts | None = None
-    warned: set[str] = field(default_factory=set)
+    max_tokens: int  # of a pass
+    too_long: str = "error"  # or "alone": a document of more tokens is a pass of its own
+    shapes: StillShapes = PLAIN  # of passes, if they are not those of their documents
+    counts: Counts | None = None  # what was computed with gradients; None if nobody asks
+    warned: set[str] = field(default_factory=set)  # why batches were computed at once all the same
     _whole: str = ""
 
     def __post_init__(self) -> None:
@@ -58,7 +50,6 @@ class Budget:
         capped(np.zeros(0, np.int64), self.max_tokens, self.too_long)
 
     def _warn(self, why: str) -> None:
-        """Warn the first time that batches are computed at once for this reason."""
         if why not in self.warned:
             self.warned.add(why)
             warnings.warn(
@@ -69,12 +60,7 @@ class Budget:
             )
 
     def computed(self, step: Step, compute: Callable[[Step], Any]) -> Any:
-        """Compute a forward: that of a base model in passes, if its batch is over the budget.
-
-        Args:
-            step: the forward, which has found its boundaries and has not begun to prepare its call.
-            compute: computes a forward from there on, up to the model's own output.
-        """
+        # `step` has found its boundaries and has not begun to prepare its call.
         if not step.role.innermost or thread.proves:
             return compute(step)
         if step.captured:
@@ -95,7 +81,7 @@ class Budget:
             return compute(step)
 
     def _passes(self, step: Step) -> list[Pass]:
-        """The passes of a base model's batch; none if it cannot be cut, or need not be."""
+        # The result is empty for a batch that cannot be cut, or need not be.
         mask = step.mask
         together = not caches.held(step.call) and is_sharded(step.patch.model)  # ranks meet in each pass
         tokens = 0 if mask is None else mask.shape[0] * mask.shape[1]
@@ -118,41 +104,31 @@ class Budget:
 
 
 class Pass(NamedTuple):
-    """Some documents of a batch.
+    """Some documents of a batch."""
 
-    Attributes:
-        tokens: int64 ``[tokens]``, where its tokens are in the batch's rows laid end to end, on the host. Padding of a
-            shape that stands still, which comes last, repeats the first of them.
-        boundaries: the boundaries of its documents.
-    """
-
+    # int64 [tokens], where its tokens are in the batch's rows laid end to end, on the host. Padding of a shape that
+    # stands still comes last, and repeats the first of them.
     tokens: np.ndarray[Any, Any]
     boundaries: Boundaries
 
 
 class _Unit(NamedTuple):
-    """What is never cut: the spans of tokens of a document, or of segments that continue each other.
+    """What is never cut: a document, or segments that continue each other."""
 
-    Attributes:
-        spans: the first token of each span in the batch, and the one behind its last.
-        lengths: the lengths of the segments that they are computed as.
-        parents: for each of these the number of the unit's segment that it continues, or -1.
-    """
-
-    spans: list[tuple[int, int]]
-    lengths: list[int]
-    parents: list[int]
+    spans: list[tuple[int, int]]  # the first token of each span in the batch, and the one behind its last
+    lengths: list[int]  # of the segments that the spans are computed as
+    parents: list[int]  # for each of these segments the one of this unit that it continues, or -1
 
 
 class _NotForTokens(Exception):
-    """An output of the base model does not have one entry for each token. The text names it."""
+    # An output of the base model does not have one entry for each token. The text names it.
+    pass
 
 
 # --- cutting ---------------------------------------------------------------------------------------------------------
 
 
 def _why_whole(step: Step, mask: PackedMask) -> str:
-    """Why a batch cannot be computed in passes; empty if it can."""
     if mask.part is not None:
         return "several processes hold one row"
     if mask.boundaries.until is not None and _graphs.compiler is not None:
@@ -180,7 +156,7 @@ def _cut(boundaries: Boundaries, budget: Budget, together: bool) -> list[Pass]:
 
 
 def _units(boundaries: Boundaries, budget: Budget) -> list[_Unit]:
-    """The documents of a batch. Those that share segments are one unit if a pass can hold it, else documents alone."""
+    # Documents that share segments are one unit if a pass can hold it, else each is alone.
     tree = boundaries.tree
     if tree is None:
         ends = np.cumsum(boundaries.lengths).tolist()
@@ -224,7 +200,6 @@ def _pass(units: Sequence[_Unit], whole: Boundaries, shapes: StillShapes) -> Pas
 
 
 def _in_passes(step: Step, mask: PackedMask, passes: Sequence[Pass], compute: Callable[[Step], Any]) -> Any:
-    """Compute a batch in passes, each a checkpoint, and join what they return."""
     of_devices = {parameter.device: parameter for parameter in step.module.parameters()}.values()
     again, compiler, outputs = len(passes) > 1 and torch.is_grad_enabled(), _graphs.compiler, []
     calls: list[list[Any]] = []
@@ -251,9 +226,7 @@ def _in_passes(step: Step, mask: PackedMask, passes: Sequence[Pass], compute: Ca
 
 
 class _Graphs(threading.local):
-    """What compiles the frames of this thread, while :func:`outside_graphs` has put it aside; else None."""
-
-    compiler: Any = None
+    compiler: Any = None  # what compiles the frames of this thread, while outside_graphs has put it aside
 
 
 _graphs = _Graphs()
@@ -261,7 +234,7 @@ _graphs = _Graphs()
 
 @torch.compiler.disable(recursive=False)  # type: ignore[no-untyped-call,untyped-decorator]
 def outside_graphs(function: Callable[..., Any], *args: Any) -> Any:
-    """Call a function eagerly in the middle of a graph, which breaks there. Passes inside are compiled again."""
+    # The graph breaks here. Passes inside are compiled again.
     before, compiler = _graphs.compiler, set_eval_frame(None)
     _graphs.compiler = compiler
     try:
@@ -272,7 +245,7 @@ def outside_graphs(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def _compiled(own: Step, part: Pass, compiler: Any) -> Any:
-    """Compute a pass by its model's forward, which is compiled as for any packed row with lengths."""
+    # The model's forward is compiled as for any packed row with lengths.
     of, patch = part.boundaries, own.patch
     lengths = {"cu_seq_lens_q": of.cu_seqlens, "cu_seq_lens_k": of.cu_seqlens}
     longest = {"max_length_q": of.max_seqlen, "max_length_k": of.max_seqlen}
@@ -291,8 +264,8 @@ def _compiled(own: Step, part: Pass, compiler: Any) -> Any:
 
 # --- one pass --------------------------------------------------------------------------------------------------------
 
+# arguments about the whole row: a pass's mask has its lengths, and a pass counts its own places
 _LEFT_OUT = (*LENGTHS, "cache_position")
-"""Arguments about the whole row that a pass does not get: its mask has the lengths, and it counts its own places."""
 
 
 def _is_mask(value: Any) -> bool:
@@ -300,7 +273,7 @@ def _is_mask(value: Any) -> bool:
 
 
 def _tokens_at(name: str, value: torch.Tensor, shape: tuple[int, int]) -> int | None:
-    """The dimension of the rows in a tensor ``[..., batch or 1, length, ...]``; None if it is not for each token."""
+    # `value` may be [..., batch or 1, length, ...]. The result is None if it is not for each token.
     axes = name == "position_ids" and value.dim() == 3  # [axes, batch, length]
     for dim in (1, 0) if axes else (0, 1):
         if value.dim() > dim + 1 and tuple(value.shape[dim : dim + 2]) in (shape, (1, shape[1])):
@@ -309,7 +282,6 @@ def _tokens_at(name: str, value: torch.Tensor, shape: tuple[int, int]) -> int | 
 
 
 def _part_of(step: Step, mask: PackedMask, part: Pass, tokens: torch.Tensor) -> Step:
-    """The forward of a pass: its part of each argument, with its own boundaries in the place of the batch's."""
     shape, length = mask.shape, len(part.tokens)
 
     def own(name: str, value: torch.Tensor) -> torch.Tensor:
@@ -348,10 +320,7 @@ def _part_of(step: Step, mask: PackedMask, part: Pass, tokens: torch.Tensor) -> 
 
 
 def _with_spans(of: Boundaries, until: torch.Tensor | None, tokens: torch.Tensor) -> Boundaries:
-    """The boundaries of a pass with the last token that each of its ``tokens`` sees, where the batch's see later ones.
-
-    What a token sees is in its document, and so in its pass. Padding sees itself.
-    """
+    # What a token sees is in its document, and so in its pass. Padding sees itself.
     if until is None:
         return of
     here = torch.arange(len(tokens), device=tokens.device, dtype=until.dtype)
@@ -365,7 +334,7 @@ def _with_spans(of: Boundaries, until: torch.Tensor | None, tokens: torch.Tensor
 
 
 def _joined(outputs: Sequence[Any], passes: Sequence[Pass], shape: tuple[int, int], name: str) -> Any:
-    """The output of the whole batch. A token that several passes hold is taken from the first of them."""
+    # A token that several passes hold is taken from the first of them.
     first = outputs[0]
     if isinstance(first, torch.Tensor):
         return _joined_tokens(outputs, passes, shape, name)

@@ -21,12 +21,11 @@ from .rope import MODULES, length_scaled
 from .splitting import rotary_of_each
 from .step import Step, Trait
 
+# words in the last part of the names of modules and parameters that embed positions
 _POSITIONS = re.compile(r"[._](position|positions|pos|wpe|rotary|rope)(_[^.]*)?$")
-"""Words in the last part of the names of modules and parameters that embed positions."""
 
 
 def look(model: ModelLayers, facts: Facts) -> list[Site]:
-    """Make positions restart with each document, and refuse a model in which they cannot."""
     decoder, modules = model.decoder, model.text_modules
     counting, along = position_embeddings(modules), along_the_row(decoder, modules)
     reads = model.by_document or counting or along
@@ -45,13 +44,9 @@ def look(model: ModelLayers, facts: Facts) -> list[Site]:
 
 
 def look_at_rope(model: ModelLayers, facts: Facts) -> list[Site]:
-    """Find a scaling that depends on the length, and replace the rotary modules of longrope.
-
-    Rope must see the document's length, not the row's. Dynamic NTK scales by the longest sequence seen so far, and
-    Transformers keeps that scaling for the sequences after it, so a packed batch with a document longer than
-    ``max_position_embeddings`` is refused when it comes. Longrope chooses one of two sets of factors by the length, and
-    is computed document by document. Versions up to 4.47 pass the row's length to some rotary modules as ``seq_len``.
-    """
+    # Rope must see the document's length, not the row's. Dynamic NTK keeps the scaling of the longest sequence so far,
+    # so a document longer than `max_position_embeddings` is refused when it comes. Longrope chooses its factors by the
+    # length, so each document is computed by itself. Up to 4.47, some rotary modules get the row's length as `seq_len`.
     facts.rope = length_scaled(model.decoder.config)
     rotary = [module for name, module in model.decoder.named_children() if name in MODULES]
     facts.rope_by_document = facts.rope is not None and facts.rope.kind == "longrope" and bool(rotary)
@@ -68,7 +63,6 @@ def look_at_rope(model: ModelLayers, facts: Facts) -> list[Site]:
 
 
 def before(step: Step) -> None:
-    """Give the modules that need them the position ids of a packed batch, or its documents."""
     ids, facts, mask = step.call.get("position_ids"), step.patch.facts, step.mask
     if isinstance(ids, torch.Tensor) and ids.dim() == 3 and not step.by_hook:
         step.call["position_ids"] = without_text_axis(step.module, step.calls.original, ids)
@@ -82,7 +76,7 @@ def before(step: Step) -> None:
 
 
 def first_position(modules: dict[str, Any]) -> int:
-    """The position of a document's first token if a batch has no position ids: 0, but 2 in RoBERTa and its kin."""
+    # It is 0, but 2 in RoBERTa and its kin.
     for module in modules.values():
         if "position_embeddings" not in module._modules:
             continue
@@ -94,26 +88,21 @@ def first_position(modules: dict[str, Any]) -> int:
 
 
 def embeds_positions(modules: dict[str, Any]) -> bool:
-    """Whether there is a table of positions among modules (BERT, GPT-2); rotary positions have none."""
+    # BERT and GPT-2 have a table of positions, and rotary positions have none.
     tables = (name for name, module in modules.items() if isinstance(module, torch.nn.Embedding))
     return any(_POSITIONS.search(f".{name}") for name in tables)
 
 
 def unreachable_positions(decoder: Model, modules: dict[str, Any]) -> str:
-    """The name of what embeds positions in a decoder whose forward reads no position ids; empty if there is none.
-
-    Such a decoder counts positions along the row.
-    """
+    # A decoder whose forward reads no position ids counts positions along the row. The name is that of what embeds
+    # them.
     names = chain(modules, (name for name, _ in decoder.named_parameters()))
     return "" if _may_read_ids(decoder) else next((name for name in names if _POSITIONS.search(f".{name}")), "")
 
 
 def _may_read_ids(decoder: Model) -> bool:
-    """Whether a decoder's forward may read position ids: by name, out of ``**kwargs``, or behind an unreadable wrapper.
-
-    ``**kwargs`` alone is not enough: Bart in 5.x passes them to attention layers, which ignore the ids, and not to its
-    embeddings.
-    """
+    # It may read them by name, out of **kwargs, or behind an unreadable wrapper. **kwargs alone are not enough: Bart in
+    # 5.x passes them to attention layers, which ignore the ids, and not to its embeddings.
     inherited = (forward for _, forward in inspecting.forwards(type(decoder)))
     for forward in (decoder.forward, *inherited):
         if inspecting.code_of(forward) is None or inspecting.takes(forward, "position_ids"):
@@ -128,7 +117,7 @@ def _may_read_ids(decoder: Model) -> bool:
 
 
 def position_embeddings(modules: dict[str, Any]) -> list[torch.nn.Embedding]:
-    """The position embeddings that take the mask and count its ones (OPT, BioGPT)."""
+    # OPT's and BioGPT's take the mask and count its ones.
     found = []
     for embedding in (module for module in modules.values() if isinstance(module, torch.nn.Embedding)):
         first = inspecting.parameters(embedding.forward)[0]
@@ -139,8 +128,6 @@ def position_embeddings(modules: dict[str, Any]) -> list[torch.nn.Embedding]:
 
 
 def counted_by_position_ids(original: Function) -> Function:
-    """Replacement for the ``forward`` of such an embedding: a packed batch's ``position_ids`` are embedded."""
-
     @functools.wraps(original)
     def forward(self: Any, attention_mask: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(attention_mask, PackedMask):
@@ -178,8 +165,6 @@ class _WithIds:
 
 
 def with_position_ids(original: Function) -> Function:
-    """Return the replacement for the ``forward`` of such embeddings."""
-
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         riding = [attached.take(value, attached.POSITIONS) for value in chain(args, kwargs.values())]
@@ -190,8 +175,6 @@ def with_position_ids(original: Function) -> Function:
 
 
 def rotated_by_document(original: Function) -> Function:
-    """Replacement for a rotary module's ``forward(x, position_ids)`` that computes each document by itself."""
-
     @functools.wraps(original)
     def forward(self: Any, x: torch.Tensor, position_ids: Any = None, **kwargs: Any) -> Any:
         documents = attached.take(position_ids, attached.DOCUMENTS)
@@ -203,7 +186,7 @@ def rotated_by_document(original: Function) -> Function:
 
 
 def without_text_axis(model: Model, forward: Function, position_ids: Any) -> Any:
-    """Position ids without the text axis, if they have four axes ``[4, batch, length]`` and the decoder takes three."""
+    # Some decoders take three axes, and four came, [4, batch, length], with the text axis first.
     if not isinstance(position_ids, torch.Tensor) or position_ids.dim() != 3 or len(position_ids) != 4:
         return position_ids
     loops = isinstance(model._modules.get("layers"), torch.nn.ModuleList)
@@ -217,10 +200,8 @@ def _rotates_by_three(config: Config) -> bool:
 
 
 class RowLength(Trait):
-    """Tell the decoder the places of a part's tokens in the row, from which it computes the size.
-
-    Position ids of a part may be larger than its length.
-    """
+    # Position ids of a part may be larger than its length, so the decoder is told the places of its tokens in the row,
+    # from which it computes the size that rope needs.
 
     name = "row length"
 

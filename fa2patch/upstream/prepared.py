@@ -1,9 +1,8 @@
 """What was found for a layer's attention in one batch, kept for the calls of the same kind in later ones.
 
-To look at options, weights, quirks and kernels takes forty calls of Python in every layer, and the answer is that of
-the batch before. So it is kept under the kind of the call, which is all that the answer depends on and that may change
-from one call to the next. What is rare is no kind and is looked at in each call: sinks and other options that are
-tensors, spans, parts of rows, the registry's quirks, a dtype that quantization has set.
+To look at options, weights, quirks and kernels takes forty calls of Python in every layer. The kind of a call is all
+that the answer depends on and that may change from one call to the next. What is rare is no kind and is looked at in
+each call: options that are tensors (sinks), spans, parts of rows, the registry's quirks, a dtype of quantization.
 """
 
 from __future__ import annotations
@@ -17,45 +16,38 @@ from ..documents.names import LABELS, LENGTHS
 from ..kernels import Kernel, Options
 from ..kernels.picks import Computed
 
+# the keywords by which a layer says what it asks for
 OPTIONS = ("scaling", "sliding_window", "softcap", "dropout", "is_causal", "s_aux", "sinks")
-"""The keywords by which a layer says what it asks for."""
 
+# The types of the options of a call that is kept. A tensor's values may change from call to call: sinks, a scale.
 PLAIN = frozenset((type(None), bool, int, float))
-"""The types of the options of a call that is kept. A tensor's values may change from call to call: sinks, a scale."""
 
+# the keywords with tensors whose meaning for a packed batch is known
 KNOWN_TENSORS = frozenset((
     "position_ids", "cache_position", "position_embeddings", "cumulative_seqlens_q",
     "cumulative_seqlens_k", "num_items_in_batch", *LABELS, *LENGTHS,
 ))  # fmt: skip
-"""The keywords with tensors whose meaning for a packed batch is known."""
 
 LOOKED_AT = KNOWN_TENSORS.union(OPTIONS, ("attention_mask",))
 
 _HALF = frozenset((torch.float16, torch.bfloat16))
 _COMPUTED = (*_HALF, torch.float32, torch.float64)
 
+# How many calls are kept. Where there are more kinds, one changes in every call, as a scale that is made from data.
 MOST = 4096
-"""How many calls are kept. Where there are more kinds, one changes in every call, as a scale that is made from data."""
 
 
 class Prepared(NamedTuple):
-    """What computes the calls of one kind.
+    """What computes the calls of one kind."""
 
-    Attributes:
-        of: the layer, and the pick of its kernel.
-        kernel, options: the kernel, and what it is called with.
-        dtype: the dtype to which q, k and v are cast.
-        weight: the names that lead from the layer to the weight whose dtype this is; empty if q, k and v decide it.
-    """
-
-    of: Computed
+    of: Computed  # the layer, and the pick of its kernel
     kernel: Kernel
     options: Options
-    dtype: torch.dtype
+    dtype: torch.dtype  # to which q, k and v are cast
+    # the names that lead from the layer to the weight whose dtype this is; empty if q, k and v decide it
     weight: tuple[str, ...]
 
     def holds_for(self, layer: Any) -> bool:
-        """Whether this was found for the layer, and the weight that decides the dtype is there and has that dtype."""
         if self.of.layer() is not layer:  # another one had its id
             return False
         if not self.weight:
@@ -73,17 +65,10 @@ class Prepared(NamedTuple):
 def compute_dtype(
     layer: torch.nn.Module | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, casts: bool
 ) -> tuple[torch.dtype, tuple[str, ...] | None]:
-    """One dtype for q, k and v, and the way to the weight that decides it.
-
-    In half-precision models, float32 norms, LoRA weights or rotary tables upcast some of them. If at least one is still
-    in half precision, all are cast to that dtype. Otherwise, where the layer has Transformers' own flash path, which
-    ``casts`` them, the rule is its rule (integrations/flash_attention.py, get_target_dtype). Elsewhere it is the dtype
-    of v: weights may be stored in another dtype than that of the activations.
-
-    Returns:
-        The dtype, and the names that lead to the weight; no names if no weight decides, None if the answer may be
-        another one in the next call of the same kind.
-    """
+    """One dtype for q, k and v, and the names that lead to the weight that decides it."""
+    # There are no names if no weight decides, and None if the next call of the same kind may have another answer. In
+    # half-precision models, float32 norms, LoRA weights or rotary tables upcast some of the three. If at least one is
+    # still in half precision, all are cast to that dtype.
     half = {q.dtype, k.dtype, v.dtype} & _HALF
     if half:
         return v.dtype if v.dtype in half else half.pop(), ()
@@ -95,6 +80,8 @@ def compute_dtype(
     quantized: torch.dtype | None = getattr(getattr(layer, "config", None), "_pre_quantization_dtype", None)
     if quantized is not None:
         return quantized, None
+    # Transformers' own flash path casts states by the rule below (integrations/flash_attention.py, get_target_dtype).
+    # Elsewhere weights may be stored in another dtype than that of the activations.
     if not casts:
         return v.dtype, ()  # as eager code casts its weights
     for name, weight in layer.named_parameters() if layer is not None else ():

@@ -20,7 +20,6 @@ ENCODED = "encoder_hidden_states"
 
 
 def kind(model: ModelLayers, facts: Facts) -> None:
-    """Refuse encoders of images and sound, and encoder-decoders."""
     if takes_no_token_ids(model.model):
         token_embeddings(model.model)  # raises the error that verify raises, too
     two = [one for one in model.entered if getattr(one.config, "is_encoder_decoder", False)]
@@ -38,7 +37,7 @@ def kind(model: ModelLayers, facts: Facts) -> None:
 
 
 def unreadable_code(model: ModelLayers, facts: Facts) -> None:
-    """Refuse a class whose ``forward`` is not a function (a ``partialmethod``, a callable object)."""
+    # A partialmethod or a callable object cannot be read.
     for cls in dict.fromkeys(map(type, model.modules.values())):
         forward = inspecting.forward_of(cls)
         if not inspecting.is_of_torch(cls) and inspecting.code_of(forward) is None:
@@ -50,7 +49,6 @@ def unreadable_code(model: ModelLayers, facts: Facts) -> None:
 
 
 def config_of_its_row(model: ModelLayers, facts: Facts) -> None:
-    """Refuse a config that its row of the registry refuses."""
     config = model.model.config
     for row, of in ((facts.architecture, model.decoder.config), (row_of(config), config)):
         reason = row.refuse(of) if row.refuse is not None else None
@@ -59,7 +57,6 @@ def config_of_its_row(model: ModelLayers, facts: Facts) -> None:
 
 
 def mixers_without_boundaries(model: ModelLayers, facts: Facts) -> list[Site]:
-    """Replace every mixer or the layer around it, and refuse a model with one that cannot be given the boundaries."""
     carrying = {} if model.by_document else model.carrying
     facts.has_mixers = bool(carrying)
     covered = tuple(f"{layer.name}." for layer in model.mixers)
@@ -75,7 +72,6 @@ def mixers_without_boundaries(model: ModelLayers, facts: Facts) -> list[Site]:
 
 
 def attention(model: ModelLayers, facts: Facts) -> list[Site]:
-    """Replace each attention layer's seam, and refuse a decoder with layers that cannot be given the boundaries."""
     _require_layers(model)
     found = _attention_to_an_encoder(model.text_modules, {layer.name for layer in model.attention})
     if found:
@@ -87,10 +83,7 @@ def attention(model: ModelLayers, facts: Facts) -> list[Site]:
 
 
 def _require_layers(model: ModelLayers) -> None:
-    """Refuse a decoder without layers that can be given the boundaries, or with a block that lacks one.
-
-    A block counts only if its siblings have such a layer and it may look at other tokens itself.
-    """
+    # A block without such a layer counts only if its siblings have one and it may look at other tokens itself.
     layers = list(model.layers)
     without = blocks_without(model)
     if layers and not without:
@@ -117,13 +110,9 @@ def _foreign_forward(decoder: Model) -> str:
 
 
 def _attention_to_an_encoder(modules: dict[str, Any], attention: Iterable[str]) -> str:
-    """The block of a decoder that attends to an encoder's states, as a text for an error; empty if there is none.
-
-    A block attends to an encoder if its forward takes ``encoder_hidden_states`` and it holds more than one attention
-    layer. The first sign is not enough: blocks of GPT-2 and BERT always take these states, and have a second attention
-    layer only if the config asks for it. What holds the list of the decoder's blocks is no block; a block may hold a
-    list of its parts, as T5's does.
-    """
+    # Blocks of GPT-2 and BERT always take an encoder's states, and have a second attention layer only if the config
+    # asks for it. So both signs are needed. What holds the list of the decoder's blocks is no block; a block may hold a
+    # list of its parts, as T5's does.
     own = (cls for cls in {*map(type, modules.values())} if not inspecting.is_of_torch(cls))
     taking = {cls for cls in own if inspecting.takes(inspecting.forward_of(cls), ENCODED)}
     for name, block in modules.items():
@@ -138,11 +127,8 @@ def _attention_to_an_encoder(modules: dict[str, Any], attention: Iterable[str]) 
 
 
 def unclaimed_flash(model: ModelLayers, facts: Facts) -> None:
-    """Refuse a model that does not claim to support flash attention.
-
-    A model without ``_supports_flash_attn`` passes if a layer has another seam than the interface, or if its
-    architecture is registered or was named in ``apply``.
-    """
+    # A model without `_supports_flash_attn` passes if a layer has another seam than the interface, or if its
+    # architecture is registered or was named in `apply`.
     if model.attention and not (model.vouched or claims_flash_attention(model)):
         table = _table_of_scores(model)
         if table:
@@ -159,17 +145,15 @@ def unclaimed_flash(model: ModelLayers, facts: Facts) -> None:
 
 
 def _table_of_scores(model: ModelLayers) -> str:
-    """The name of a table of embeddings in an attention layer (T5's relative positions); empty if there is none."""
+    # T5 holds relative positions in such a table.
     tables = {layer.name: named_modules(layer.module).items() for layer in model.attention}
     found = (f"{at}.{name}" for at, inside in tables.items() for name, one in inside if type(one) is torch.nn.Embedding)
     return next(found, "")
 
 
 class FusedFlash(Trait):
-    """Refuse flash attention where its function unpads by itself and takes no boundaries (ModernBERT, 4.48 to 5.0).
-
-    The implementation may be another one after ``apply``, so a packed batch is refused, too.
-    """
+    # ModernBERT's flash function unpads by itself and takes no boundaries (4.48 to 5.0). The implementation may be
+    # another one after `apply`, so a packed batch is refused, too.
 
     name = "fused flash"
 

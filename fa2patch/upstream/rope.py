@@ -10,28 +10,19 @@ from .._types import Config
 from ..documents.trees import Tree
 from ..errors import PackingNotIsolated
 
-MODULES = ("rotary_emb", "maybe_rotary")
-"""Names of rotary modules."""
+MODULES = ("rotary_emb", "maybe_rotary")  # names of rotary modules
 
 
 @dataclass(frozen=True)
 class LengthScaled:
-    """A rope scaling that depends on the sequence length.
+    """A rope scaling that depends on the sequence length."""
 
-    Attributes:
-        kind: ``"dynamic"`` or ``"longrope"``.
-        limit: the length in tokens up to which the scaling does not depend on it.
-    """
-
-    kind: str
-    limit: int
+    kind: str  # "dynamic" or "longrope"
+    limit: int  # the length in tokens up to which the scaling does not depend on it
 
     def check(self, positions: int, tree: Tree | None, split: bool) -> None:
-        """Raise :class:`PackingNotIsolated` if the documents of a batch cannot have each its own scaling.
-
-        ``positions`` is the largest position id + 1 of the whole rows, and ``split`` says whether these are split over
-        processes.
-        """
+        # `positions` is the largest position id + 1 of the whole rows, and `split` says whether these are split over
+        # processes.
         if self.kind == "dynamic" and positions > self.limit:
             raise PackingNotIsolated(
                 f"rope scaling 'dynamic' stretches positions by the longest sequence, so documents of one row would "
@@ -52,7 +43,7 @@ class LengthScaled:
             )
 
     def _needs_two(self, tree: Tree) -> bool:
-        """Whether longrope would need two sets of factors for one shared segment."""
+        # Longrope would need two sets of factors for one shared segment.
         long: dict[int, set[bool]] = {}
         for leaf in tree.leaves:
             long.setdefault(tree.path(leaf)[0], set()).add(tree.offsets[leaf] + tree.lengths[leaf] > self.limit)
@@ -60,7 +51,6 @@ class LengthScaled:
 
 
 def length_scaled(config: Config) -> LengthScaled | None:
-    """Return the length-dependent rope scaling of a config, or None."""
     for scaling in _scalings(config):
         kind = scaling.get("rope_type", scaling.get("type")) or ""
         if "dynamic" in kind:

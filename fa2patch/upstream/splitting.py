@@ -1,7 +1,4 @@
-"""Split the tensors of a packed batch into documents, and join what was computed of each document.
-
-One call computes a document, or several of near length as a batch (:meth:`Documents.in_batches`).
-"""
+"""Split the tensors of a packed batch into documents, and join what was computed of each document."""
 
 from __future__ import annotations
 
@@ -21,31 +18,22 @@ from .packed_mask import PackedMask
 
 
 class Documents:
-    """The documents of a batch, one by one. With a tree of segments, they are its paths from a root to a leaf.
-
-    Args:
-        boundaries: the batch's boundaries.
-        shape: ``(batch, length)`` of the batch.
-
-    Attributes:
-        lengths: the documents' lengths in tokens. Empty documents are left out.
-        calls: the documents in the calls that compute them.
-    """
+    """The documents of a batch, one by one. With a tree of segments, they are its paths from a root to a leaf."""
 
     def __init__(self, boundaries: Boundaries, shape: Sequence[int]) -> None:
         self.shape, self._tree = tuple(shape[:2]), boundaries.tree
+        # Empty documents are left out.
         if self._tree is None:
             self.lengths = [length for length in boundaries.lengths if length]
         else:
             self.lengths = [self._tree.offsets[leaf] + self._tree.lengths[leaf] for leaf in self._tree.leaves]
-        self.calls = Batches(self.lengths)
+        self.calls = Batches(self.lengths)  # one call computes a document, or several of near length as a batch
         self._tokens: torch.Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     def in_batches(self, batches: Sequence[Sequence[int]], device: torch.device) -> Documents:
-        """The same documents, computed in these batches (:class:`~fa2patch.kernels.grouping.Batches`)."""
         made = copy.copy(self)
         made.calls = Batches(self.lengths, batches, device)
         return made
@@ -53,29 +41,23 @@ class Documents:
     def made_of(
         self, tokens: torch.Tensor, lengths: Sequence[int], batches: Sequence[Sequence[int]] | None = None
     ) -> Documents:
-        """Documents of other ``lengths``, which consist of these documents' ``tokens``, numbered end to end.
-
-        They can be split and computed, but not be joined to a batch (:meth:`join`).
-        """
+        """Documents of other ``lengths``, which consist of these documents' ``tokens``, numbered end to end."""
+        # They can be split and computed, but not be joined to a batch.
         made = copy.copy(self)
         made.lengths, made._tokens, made.calls = [*lengths], tokens, Batches(lengths, batches, tokens.device)
         return made
 
     def end_to_end(self, value: torch.Tensor) -> torch.Tensor:
-        """A tensor with the batch's tokens, laid out by documents: ``[batch or 1, length, ...]`` to ``[tokens, ...]``.
-
-        Tokens that several paths of a tree share are repeated on each of them.
-        """
+        # [batch or 1, length, ...] becomes [tokens, ...], laid out by documents. Tokens that several paths of a tree
+        # share are repeated on each of them.
         rows = value.expand(self.shape[0], *value.shape[1:]).flatten(0, 1)
         if self._tree is not None:
             rows = torch.cat([self._tree.along(rows, leaf) for leaf in self._tree.leaves])
         return rows if self._tokens is None else rows.index_select(0, self._tokens)
 
     def split(self, value: Any) -> Sequence[Any]:
-        """An argument of the whole batch, for each call: its tokens' tensors are split to ``[count, longest, ...]``.
-
-        A packed mask becomes None. Other values are the same for every call.
-        """
+        # The tensors with the batch's tokens are split for each call, to [count, longest, ...]. A packed mask becomes
+        # None. Other values are the same for every call.
         number = len(self.calls.shapes)
         if isinstance(value, PackedMask):
             return [None] * number
@@ -87,15 +69,11 @@ class Documents:
         return self.calls.split(self.end_to_end(value))
 
     def of_each(self, function: Function, args: Sequence[Any], kwargs: Call) -> list[Any]:
-        """Return a function's output for each call, with its part of the arguments (:meth:`split`)."""
         in_order, by_name = self.split(list(args)), self.split(list(kwargs.values()))
         return [function(*given, **dict(zip(kwargs, named))) for given, named in zip(in_order, by_name)]
 
     def tokens_of(self, outputs: Sequence[Any]) -> torch.Tensor | None:
-        """The documents end to end ``[tokens, ...]``, from the calls' outputs; None if these are not for each token.
-
-        Outputs are tensors ``[count, longest, ...]`` or ``[count * longest, ...]``.
-        """
+        # The documents end to end are [tokens, ...]. The outputs are [count, longest, ...] or [count * longest, ...].
         if self._in_rows(outputs):
             return self.calls.join(outputs)
         flat = zip(outputs, self.calls.sizes)
@@ -104,19 +82,13 @@ class Documents:
         return None
 
     def _in_rows(self, outputs: Sequence[Any]) -> bool:
-        """Whether these are tensors ``[count, longest, ...]``."""
         calls = zip(outputs, self.calls.shapes)
         return all(isinstance(each, torch.Tensor) and each.shape[:2] == call for each, call in calls)
 
     def join(self, outputs: Sequence[Any]) -> Any:
-        """Join the calls' outputs, ``[count, longest, ...]`` to ``[batch, length, ...]``, ``[tokens, ...]`` end to end.
-
-        What several paths share is taken from the first of them. If a module returns several outputs, those after the
-        first that are not for each token (a last state) become None.
-
-        Raises:
-            PackingNotIsolated: the first output does not have one entry for each token.
-        """
+        # [count, longest, ...] becomes [batch, length, ...], and other outputs become [tokens, ...] end to end. What
+        # several paths share is taken from the first of them. If a module returns several outputs, those after the
+        # first that are not for each token (a last state) become None.
         if isinstance(outputs[0], tuple):
             first, *others = zip(*outputs)
             return (self.join(first), *(self._whole(other) for other in others))
@@ -130,7 +102,7 @@ class Documents:
         return whole
 
     def _whole(self, outputs: Sequence[Any]) -> torch.Tensor | None:
-        """What :meth:`tokens_of` returns, in the order of the batch and, if the outputs were so, in its shape."""
+        # The order is that of the batch. If the outputs were in rows, so is the result.
         states = self.tokens_of(outputs)
         if states is None:
             return None
@@ -147,10 +119,8 @@ class Documents:
         return states.view(*self.shape, *states.shape[1:]) if self._in_rows(outputs) else states
 
     def shared(self) -> tuple[int, slice, int] | None:
-        """The first segment that two paths share: a path's number, the segment's tokens on it, and the other's number.
-
-        None if no two paths share a segment.
-        """
+        # The result is a path's number, the tokens of the first segment that two paths share on it, and the number of
+        # the other path.
         tree = self._tree
         if tree is None:
             return None
@@ -164,17 +134,14 @@ class Documents:
 
 
 def _first_paths(tree: Tree) -> dict[int, int]:
-    """The number of the first path that each segment is on."""
     return {segment: at for at in reversed(range(len(tree.leaves))) for segment in tree.path(tree.leaves[at])}
 
 
 def rotary_of_each(
     rotary: Function, x: torch.Tensor, position_ids: torch.Tensor, documents: Boundaries, kwargs: Call
 ) -> Any:
-    """Return cos and sin ``[batch, length, dim]``, computed for each document separately.
-
-    ``rotary`` takes its device and dtype from ``x``. It is not told the row's length, ``seq_len``.
-    """
+    # cos and sin are [batch, length, dim]. The rotary module takes its device and dtype from `x`. It is not told the
+    # row's length, `seq_len`.
     kwargs = {name: value for name, value in kwargs.items() if name != "seq_len"}
     each = Documents(documents, position_ids.shape)
     return each.join([rotary(x, position_ids=ids, **kwargs) for ids in each.split(position_ids)])

@@ -17,14 +17,12 @@ from .facts import Facts, Role, Site
 from .find_layers import Layer, ModelLayers
 from .packed_mask import PackedMask
 
-MARK = "_fa2patch"
-"""Name of the instance attribute that marks a patched model. It holds the model's ``Patch``."""
+MARK = "_fa2patch"  # the instance attribute of a patched model that holds its Patch
 
-ROLE = "_fa2patch_role"
-"""Name of the instance attribute that holds a patched model's :class:`Role`."""
+ROLE = "_fa2patch_role"  # the instance attribute of a patched model that holds its Role
 
+# the instance attribute of a base model that computes padded batches packed; it holds what packs them
 PADDING = "_fa2patch_padding"
-"""Name of the instance attribute of a base model that computes padded batches packed. It holds what packs them."""
 
 
 class Trait:
@@ -73,27 +71,18 @@ class Budgeted(Protocol):
 
     max_tokens: int
 
-    def computed(self, step: Step, compute: Callable[[Step], Any]) -> Any:
-        """Compute a forward, of which ``compute`` computes a part, in passes."""
+    def computed(self, step: Step, compute: Callable[[Step], Any]) -> Any: ...
 
 
 @dataclass
 class Tally:
-    """What a patched model has computed so far.
+    """What a patched model has computed so far."""
 
-    Attributes:
-        rows: whether it was given packed rows.
-        batches: the number of padded batches that were computed packed.
-        cells: the number of their tokens, padding included.
-        tokens: the number of tokens that were computed in their place.
-        why: why the first other batch with a mask stayed padded; empty if there was none.
-    """
-
-    rows: bool = False
-    batches: int = 0
-    cells: int = 0
-    tokens: int = 0
-    why: str = ""
+    rows: bool = False  # whether it was given packed rows
+    batches: int = 0  # padded batches that were computed packed
+    cells: int = 0  # their tokens, padding included
+    tokens: int = 0  # the tokens that were computed in their place
+    why: str = ""  # why the first other batch with a mask stayed padded
 
 
 class Patched(Protocol):
@@ -115,25 +104,19 @@ class Patched(Protocol):
     skips: bool
     tally: Tally
 
-    def examine(self, module: Model, call: Call, mask: PackedMask) -> None:
-        """Called before a packed batch is computed."""
+    # This is called before a packed batch is computed.
+    def examine(self, module: Model, call: Call, mask: PackedMask) -> None: ...
 
-    def capture_unpacked(self) -> None:
-        """Called when a training batch without document information is captured in a graph."""
+    # This is called when a training batch without document information is captured in a graph.
+    def capture_unpacked(self) -> None: ...
 
 
 class Weighted(NamedTuple):
-    """What a weighted loss is computed from.
+    """What a weighted loss is computed from."""
 
-    Attributes:
-        labels: int64 ``[batch, length]``, -100 outside the loss.
-        weights: float32 ``[batch, length]``, 0 outside the loss.
-        items: the number by which the loss is divided: of documents or tokens in the step, from Trainer, or in this
-            batch.
-    """
-
-    labels: torch.Tensor
-    weights: torch.Tensor
+    labels: torch.Tensor  # int64 [batch, length], -100 outside the loss
+    weights: torch.Tensor  # float32 [batch, length], 0 outside the loss
+    # the divisor of the loss: the number of documents or tokens in the step, from Trainer, or in this batch
     items: Any
 
 

@@ -1,14 +1,9 @@
 """Rows that are split over processes: Ulysses (DeepSpeed's sequence parallelism) is taken, other engines are refused.
 
-A part looks like a whole row. With context parallelism it holds the head and the tail of a row, with ids such as
-0, 1, 6, 7. With Ulysses it may end inside a document. Such a split is recognised by a replaced attention function, by
-DTensor's dispatcher, or by the placements of the tokens.
-
-The exchange is ours, and the engine is DeepSpeed's, with its loader, process groups, optimizer and losses. Its
-attention module is not called: boundaries are made once in a forward, and the module gathers ids in every layer. It
-hands no boundaries to a kernel. Sinks and ALiBi slopes must be shared out with the heads. Queries, keys and values go
-in one exchange. MLA's values have another width than its keys. Seams that do not go through the dictionary of attention
-functions get the exchange too.
+The engine is DeepSpeed's, with its loader, process groups, optimizer and losses, but its attention module is not
+called: it gathers ids in every layer and hands no boundaries to a kernel. Our own exchange shares out sinks and ALiBi
+slopes with the heads, sends queries, keys and values at once, also MLA's, whose values have another width, and serves
+seams that do not go through the dictionary of attention functions.
 """
 
 from __future__ import annotations
@@ -32,8 +27,7 @@ from ..kernels import Options
 from . import inspecting
 from .calls import Batch, has_pictures, passed
 
-groups: dict[str, Any] = {}
-"""Process groups by their ``group_name``, because operators take no objects."""
+groups: dict[str, Any] = {}  # process groups by their group_name, because operators take no objects
 
 
 # What processes send each other, as operators that keep a compiled model's graph whole
@@ -87,17 +81,14 @@ operator_later("whole_rows", _whole_rows, "(Tensor values, str group, int proces
 
 
 def exchange(pieces: torch.Tensor, group: str) -> torch.Tensor:
-    """Send the n-th piece along the first dim to the n-th process, and receive one of each.
-
-    The gradient takes the way back.
-    """
+    # The n-th piece along the first dim goes to the n-th process, and one comes from each. Gradients take the way back.
     exchanged = torch.ops.fa2patch.exchange.default if HAS_OPERATORS else _differentiable
     received: torch.Tensor = exchanged(pieces, group)
     return received
 
 
 def whole_rows(values: torch.Tensor, group: str, processes: int) -> torch.Tensor:
-    """Gather the parts ``[..., length]`` to whole rows. It has no gradient."""
+    # Parts are [..., length]. There is no gradient.
     gather = torch.ops.fa2patch.whole_rows.default if HAS_OPERATORS else _whole_rows
     whole: torch.Tensor = gather(values, group, processes)
     return whole
@@ -105,31 +96,21 @@ def whole_rows(values: torch.Tensor, group: str, processes: int) -> torch.Tensor
 
 @dataclass(frozen=True)
 class RowPart(Part):
-    """The part of every row that this process holds, and what it takes to compute attention with it.
+    """The part of every row that this process holds, and what it takes to compute attention with it."""
 
-    Attributes:
-        group: the name of the process group that shares the rows.
-    """
-
-    group: str = ""
+    group: str = ""  # the name of the process group that shares the rows
 
     def gathered(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The whole rows' values of integers ``[batch, length]`` that every process of the group has a part of.
-
-        They are gathered once, in int64.
-        """
+        # The values are integers [batch, length], of which every process of the group has a part.
         own = torch.stack([value.to(torch.int64) for value in values])
         return list(whole_rows(own, self.group, self.of).unbind())
 
     def all_tokens(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Options]:
-        """Give up heads for tokens: ``[batch, length of the part, heads, dim]`` becomes ``[batch, length of the row,
-        heads / processes, dim]``, with at least one head. Key heads fewer than processes are sent to several.
-
-        Raises:
-            PackingNotIsolated: the heads cannot be shared out.
-        """
+        """Give up heads for tokens."""
+        # [batch, length of the part, heads, dim] becomes [batch, length of the row, heads / processes, dim], with at
+        # least one head. Key heads fewer than processes are sent to several.
         heads, keys = q.shape[2], k.shape[2]
         if heads % self.of or (keys % self.of and self.of % keys):
             raise PackingNotIsolated(
@@ -153,7 +134,7 @@ class RowPart(Part):
         return q, k, v, replace(options, sinks=sinks, alibi_slopes=slopes)
 
     def own_tokens(self, output: torch.Tensor) -> torch.Tensor:
-        """Give the heads of attention's output back, for this process's tokens: :meth:`all_tokens`, undone."""
+        # This undoes `all_tokens`.
         batch, length, heads, dim = output.shape
         pieces = output.reshape(batch, self.of, length // self.of, heads * dim).transpose(0, 1)
         received = exchange(pieces, self.group)  # [processes, batch, length of the part, width]
@@ -161,14 +142,8 @@ class RowPart(Part):
 
 
 def of_whole_rows(batch: Batch | None, part: RowPart, call: Call) -> Batch:
-    """What a batch says of the whole rows of which this process holds a part. It is gathered once.
-
-    Nothing is gathered if the collator's lengths are given, which must be those of the whole rows, and there is neither
-    a mask nor a tree.
-
-    Raises:
-        PackingNotIsolated: the call does not say where documents are in the whole rows.
-    """
+    # Nothing is gathered if the collator's lengths are given, which must be those of the whole rows, and there is
+    # neither a mask nor a tree.
     if batch is None or (batch.position_ids is None and not {"cu_seq_lens_q", "seq_idx"} & batch.lengths.keys()):
         refuse_unsaid(call)
     if has_pictures(call):
@@ -191,7 +166,6 @@ def of_whole_rows(batch: Batch | None, part: RowPart, call: Call) -> Batch:
 
 
 def refuse_unsaid(call: Call) -> NoReturn:
-    """Raise :class:`PackingNotIsolated` for a call that does not say where documents are in the whole rows."""
     raise PackingNotIsolated(
         "sequence parallelism (sp_size) splits rows over processes: expected position_ids for this part of every row, "
         "or seq_idx, or cu_seq_lens_q of the whole rows, no cache, and no mask but one of zeros, ones and document "
@@ -206,23 +180,18 @@ _CLASS = "UlyssesSPAttentionHF"
 
 _RING = "ring_flash_attn"
 
+# packages that replace the attention function when rows are split, with their names for users
 _SPLITTERS = {
     _PACKAGE: "DeepSpeed's sequence parallelism (sp_size)",
     _RING: "ring attention (ring_flash_attn)",
     "torch.distributed": "context parallelism (cp_size, torch's context_parallel)",
 }
-"""Packages that replace the attention function when rows are split, with their names for users."""
 
 
 def row_part(model: Model, call: Call) -> RowPart | None:
-    """The part of every row that this process holds under Ulysses; None if rows are whole.
-
-    Nothing is read from a device. In a compiled graph the check runs once. The attention function is an argument of
-    the check, so that replacing the function makes a new graph.
-
-    Raises:
-        PackingNotIsolated: another engine splits rows.
-    """
+    # A part looks like a whole row. With Ulysses it may end inside a document, with context parallelism it holds a
+    # row's head and tail, with ids such as 0, 1, 6, 7. Nothing is read from a device. In a compiled graph the check
+    # runs once. The attention function is its argument, so that replacing the function makes a new graph.
     splitter = _splitter(torch.nn.functional.scaled_dot_product_attention)
     if splitter == _SPLITTERS[_PACKAGE]:
         found = _ulysses_part(model.training)
@@ -240,7 +209,6 @@ def row_part(model: Model, call: Call) -> RowPart | None:
 
 @contextlib.contextmanager
 def evaluation_split_too() -> Iterator[None]:
-    """Split rows in evaluation as in training inside this context."""
     attention = _ulysses()
     left_out = getattr(attention, "disable_in_eval", None)
     if left_out:
@@ -254,10 +222,8 @@ def evaluation_split_too() -> Iterator[None]:
 
 @constant
 def _ulysses_part(training: bool) -> tuple[Any, ...] | None:
-    """The fields of the :class:`RowPart` that Ulysses gives this process, none of them if rows are whole; or None.
-
-    With ``disable_in_eval``, which accelerate sets, rows are whole in evaluation.
-    """
+    # The fields of a RowPart, none of them if rows are whole; None without Ulysses. With `disable_in_eval`, which
+    # accelerate sets, rows are whole in evaluation.
     attention = _ulysses()
     if attention is None:
         return None
@@ -270,7 +236,6 @@ def _ulysses_part(training: bool) -> tuple[Any, ...] | None:
 
 
 def _ulysses() -> Any:
-    """The ``UlyssesSPAttentionHF`` that splits rows, or None."""
     # it may be registered for another model's implementation, and this one then gets parts of rows too
     held = (value for function in _registered() for value in inspecting.enclosed(function).values())
     return next((value for value in held if any(cls.__name__ == _CLASS for cls in type(value).__mro__)), None)

@@ -23,7 +23,6 @@ WINDOW = "sliding_window"
 
 
 def look(model: ModelLayers, facts: Facts) -> None:
-    """Find out whether flash attention alone has the config's window, and warn if another implementation is used."""
     config = inspecting.text_config(model.decoder.config)
     size = getattr(config, WINDOW, None) if getattr(config, "use_sliding_window", True) else None
     facts.windows_of_flash = bool(size) and facts.architecture.adjust is None and _has_flash_alone(model)
@@ -39,7 +38,7 @@ def look(model: ModelLayers, facts: Facts) -> None:
 
 
 def _has_flash_alone(model: ModelLayers) -> bool:
-    """Whether the attention layers hand a window to flash attention, and no code of the definition knows of one."""
+    # The attention layers hand a window to flash attention, and no code of the definition knows of one.
     if not any(map(_hands_on, model.attention)):
         return False
     seen: set[CodeType] = set()
@@ -54,7 +53,7 @@ def _hands_on(layer: Layer) -> bool:
 
 
 def _definition(model: ModelLayers) -> Iterator[tuple[Any, Any]]:
-    """The functions that compute dense batches eagerly, each with the class whose methods it calls."""
+    # the functions that compute dense batches eagerly, each with the class whose methods it calls
     layers = {type(layer.module): layer for layer in model.attention}
     for cls in {*map(type, model.entered), *map(type, model.text_modules.values())}:
         layer = layers.get(cls)
@@ -70,7 +69,7 @@ def _definition(model: ModelLayers) -> Iterator[tuple[Any, Any]]:
 
 
 def _knows(function: Any, owner: Any, seen: set[CodeType]) -> bool:
-    """Whether a function, or one that it calls in its modeling file or hands a config to, names a window."""
+    # A function knows a window by name, as may one that it calls in its modeling file or hands a config to.
     code = inspecting.code_of(function)
     if code is None or code in seen:
         return False

@@ -18,16 +18,11 @@ from .results import EVIDENCE, Malformed, read_data, read_file
 from .screen import Console, Table, bars, done
 
 ROOT = environments.HERE.parent
+# The rotation runs every point of every cell once in so many nights.
 NIGHTS = 7
-"""In how many nights the rotation runs every point of every cell."""
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; returns 1 if a version that is not allowed to fail has a failure, else 0.
-
-    With ``--sample`` only a version that cannot be checked counts: ``compat_matrix.agreed`` compares the cells with the
-    committed ones, which may fail, too.
-    """
     parser = argparse.ArgumentParser(prog="python -m compat_matrix", description=__doc__)
     parser.add_argument(
         "--versions", nargs="+", metavar="V", help="blocks of versions.toml, or any release; default: all"
@@ -54,6 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
         committed = [read_file(EVIDENCE / f"{version.name}.json") for version in wanted]
         given.chosen = stale.sample(committed, keys.Sources(ROOT), given.sample)
         wanted = [version for version in wanted if version.name in dict(given.chosen)]
+    # A text is the error of a version that could not be checked.
     results: dict[str, Environment | str] = {}
     with environments.only_our_packages() as packages, bars() as progress:
         task = progress.add_task("versions", total=len(wanted))
@@ -69,6 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
             say(version.name, bad, progress.console)
     ordered = {version.name: results[version.name] for version in wanted}
     report(ordered, Console() if sys.stdout.isatty() else Console(width=190))
+    # With --sample a failing cell does not count: compat_matrix.agreed compares it with the committed one.
     if given.sample:
         return int(any(isinstance(result, str) for result in ordered.values()))
     counted = [version.name for version in wanted if not version.allowed_to_fail]
@@ -78,17 +75,6 @@ def main(arguments: list[str] | None = None) -> int:
 def check(
     version: environments.Version, given: argparse.Namespace, packages: Path, checked: Callable[[], object]
 ) -> Environment:
-    """Check one version and return its evidence. Each cell is written as soon as it is checked.
-
-    Nothing is written if only some points are run.
-
-    Args:
-        version: The version to check.
-        given: The parsed command line. With ``families`` or ``stale``, evidence that exists is kept for the rest; each
-            cell that is kept says which points it was run with.
-        packages: The folder that :func:`environments.only_our_packages` gives.
-        checked: Called when a cell is checked.
-    """
     file = given.evidence / f"{version.name}.json"
     planned = plans.read().get(version.name)
     snapshots = planned.snapshots if planned else {}
@@ -96,6 +82,7 @@ def check(
     if given.chosen is not None:
         families = [architecture for name, architecture in given.chosen if name == version.name]
     cells: dict[str, Any] = {}
+    # Evidence that exists is kept for the other cells. Each kept cell names the points that it was run with.
     if file.exists() and (given.stale or given.families):
         with contextlib.suppress(Malformed):
             before = read_file(file)
@@ -127,7 +114,6 @@ def check(
 
 
 def left_over(names: Iterable[str], before: Environment, sources: keys.Sources) -> list[str]:
-    """Return the architectures that have no cell, or one that failed or is stale, in this order."""
     old = stale.cells(before, sources)
     return [name for name in names if name in old or before.cell(name).state in ("fail", "absent")]
 
@@ -138,14 +124,12 @@ def night(version: str, architecture: str) -> int:
 
 
 def failures(evidence: Environment | str) -> list[str]:
-    """One line ``architecture: reason`` for every cell that fails; an error is returned as it is."""
     if isinstance(evidence, str):
         return [evidence]
     return [f"{name}: {cell.reason}" for name, cell in evidence.cells.items() if cell.state == "fail"]
 
 
 def report(results: dict[str, Environment | str], console: Console) -> None:
-    """Print the counts of each version beside those of Transformers alone, then the failures."""
     table = Table("version", *STATES[:-1], "upstream: one row", "all five", title="fa2patch, and Transformers alone")
     for name, evidence in results.items():
         if isinstance(evidence, str):
@@ -160,7 +144,6 @@ def report(results: dict[str, Environment | str], console: Console) -> None:
 
 
 def say(name: str, bad: list[str], console: Console) -> None:
-    """Print the failures of a version, each in a line of its own."""
     for failure in bad:
         console.print(name, style="red", end=" ")
         console.print(failure, highlight=False, soft_wrap=True, markup=False, emoji=False)  # a:sound:

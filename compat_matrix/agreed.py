@@ -17,12 +17,11 @@ from .cells import Cell
 from .check.found import VOUCHED
 from .results import EVIDENCE, Malformed, read_file
 
+# In evidence of before 2026-11-26, reasons begin with the second one.
 VOUCHING = (VOUCHED, "the interface seam vouches for it")
-"""How the reasons begin, the second one in evidence of before 2026-11-26."""
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print every difference; returns 1 if there is one, or nothing to compare."""
     parser = argparse.ArgumentParser(prog="python -m compat_matrix.agreed", description=__doc__)
     parser.add_argument("fresh", type=Path, help="folder with fresh evidence")
     parser.add_argument("--committed", type=Path, default=EVIDENCE, help="folder of the evidence that is compared")
@@ -39,7 +38,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def differences(fresh: Path, committed: Path) -> Iterator[str]:
-    """Yield one line for each cell of ``fresh`` that differs from the same cell of ``committed``."""
     before = read_file(committed).cells
     for name, cell in read_file(fresh).cells.items():
         if name not in before:
@@ -58,10 +56,7 @@ def differences(fresh: Path, committed: Path) -> Iterator[str]:
 
 
 def told(cell: Cell, other: Cell) -> dict[str, object]:
-    """What two cells must have in common, by the name that a difference is reported with.
-
-    Points are compared that were run for both: evidence may be older than a point, and a point may be vouched for.
-    """
+    # Only points that both were run with are compared: evidence may be older than a point, or a point vouched for.
     state = "ok" if _fails_only_at(cell, {*cell.points} - {*other.points}) else cell.state
     found: dict[str, object] = {"state": state}
     for name in {*cell.checked} & {*other.checked}:
@@ -77,7 +72,6 @@ def told(cell: Cell, other: Cell) -> dict[str, object]:
 
 
 def ran(cell: Cell, implementation: str) -> set[str]:
-    """The points of an implementation for which no other architecture vouches."""
     reasons = cell.checked[implementation].not_applicable
     return {point for point in cell.points if not reasons.get(point, "").startswith(VOUCHING)}
 

@@ -14,9 +14,12 @@ from typing import Any
 from . import items
 
 ROOT = Path(__file__).parents[1]
+# This environment variable names the commit of a copy of the files that has no git folder, or an older one.
 STATED = "FA2PATCH_COMMIT"
-"""The environment variable that names the commit of a copy of the files without git's folder, or with an older one."""
 
+# git's pathspecs of what a cell depends on. The files that are left out are made from the cells. versions.toml and
+# xfail.toml are missing, because they say what is expected of a cell, not what is found. Modules that only a user's
+# config.json is read with are missing, too.
 CODE = (
     "fa2patch",
     "compat_matrix/check",
@@ -27,19 +30,14 @@ CODE = (
     ":(exclude)fa2patch/evidence.json",
     ":(exclude)fa2patch/upstream.json",
 )
-"""What a cell of the matrix depends on, as pathspecs of git's. The files that are left out are made from the cells.
 
-versions.toml and xfail.toml are not among them: they say what is expected of a cell, not what is found. Neither are the
-modules that only a user's config.json is read with.
-"""
-
+# git's pathspecs that leave out what is measured, and what is made from measurements.
 MADE = (
     ":(exclude)compat_matrix/bench/results",
     ":(exclude)compat_matrix/ecosystem/evidence",
     ":(exclude)*.md",
     ":(exclude)*.png",
 )
-"""What is made by measuring and from what was measured, as pathspecs that leave it out."""
 
 
 class NoCommit(Exception):
@@ -47,11 +45,7 @@ class NoCommit(Exception):
 
 
 def here(*paths: str) -> dict[str, Any]:
-    """Return ``commit``, the one that last changed these paths of git's, and ``dirty``, whether they differ from it.
-
-    If :data:`STATED` says a commit, it is that one, and ``dirty`` is None, which means unknown. Without it and without
-    git's folder, both are None.
-    """
+    # "dirty" says whether these paths differ from the commit. None stands for unknown.
     if os.environ.get(STATED):
         return {"commit": os.environ[STATED], "dirty": None}
     try:
@@ -62,34 +56,21 @@ def here(*paths: str) -> dict[str, Any]:
 
 
 def of_code(*further: str) -> dict[str, Any]:
-    """Return :func:`here` for :data:`CODE` and further paths. Later commits of evidence or documents change nothing."""
     return here(*CODE, *further, *MADE)
 
 
 def named(commit: Mapping[str, Any]) -> str:
-    """Return what :func:`here` returned in words, such as ``commit 1a2b3c4d5e6f with uncommitted changes``."""
     changes = {True: " with uncommitted changes", None: ", stated by hand"}.get(commit.get("dirty"), "")
     return f"commit {commit['commit'][:12]}{changes}" if commit.get("commit") else "an unknown commit"
 
 
 def number(reference: str) -> str:
-    """Return the full number of a commit, which a branch, a tag or any other name of git's may stand for.
-
-    Raises:
-        NoCommit: there is no such commit.
-    """
     return git("rev-parse", "--verify", f"{reference}^{{commit}}").decode().strip()
 
 
 def changed(commit: str) -> list[str]:
-    """Return the files of :data:`CODE` whose code is another one in this clone's commit: not only texts or comments.
-
-    ``compat_matrix/run.py`` is left out: it merges cells, and nothing that is measured imports it.
-
-    Raises:
-        NoCommit: there is no such commit.
-    """
     before = number(commit)
+    # compat_matrix/run.py is left out: it merges cells, and nothing that is measured imports it.
     paths = (*CODE, ":(exclude)compat_matrix/run.py")
     lines = git("diff", "--name-status", "--no-renames", before, "HEAD", "--", *paths).decode().splitlines()
     found = (line.split("\t") for line in lines)
@@ -97,23 +78,16 @@ def changed(commit: str) -> list[str]:
 
 
 def _code(commit: str, file: str) -> Any:
-    """What a file of a commit does: the items of its code, or its bytes if it is no Python."""
     held = git("show", f"{commit}:{file}")
     return items.read(ast.parse(held)).items if file.endswith(".py") else held
 
 
 def export(commit: str, package: str, folder: Path) -> None:
-    """Write a package of this clone, as it was in a commit, into a folder.
-
-    Raises:
-        NoCommit: there is no such commit, or it has no such package.
-    """
     with zipfile.ZipFile(io.BytesIO(git("archive", "--format=zip", commit, "--", package))) as archive:
         archive.extractall(folder)
 
 
 def git(*arguments: str) -> bytes:
-    """Return what git prints of this clone; NoCommit if it fails."""
     try:
         done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True)
     except OSError as error:

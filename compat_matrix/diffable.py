@@ -9,10 +9,8 @@ from typing import Any
 
 
 def dumped(value: Any, levels: int, depth: int = 0, **others: int) -> str:
-    """Return JSON with a line of its own for each entry of the first levels. What is deeper is in its entry's line.
-
-    Entries named in ``others`` have other numbers of levels.
-    """
+    """Return JSON in which each entry of the first levels has a line of its own."""
+    # others: the number of levels for entries of these names
     if not levels or not value or not isinstance(value, (dict, list)):
         return json.dumps(value)
     if isinstance(value, dict):
@@ -25,13 +23,11 @@ def dumped(value: Any, levels: int, depth: int = 0, **others: int) -> str:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], numbers: bool = False) -> str:
-    """Return a table of Markdown. With ``numbers``, all columns but the first are aligned to the right."""
     lines = [head, ["---", *["---:" if numbers else "---"] * (len(head) - 1)], *rows]
     return "\n".join(f"| {' | '.join(text.replace('|', chr(92) + '|') for text in line)} |" for line in lines)
 
 
 def of_results(rows: Iterable[Mapping[str, Any]]) -> str:
-    """Return rows of results as a table of Markdown: every column of any row, numbers with three digits or more."""
     rows = list(rows)
     head = list(dict.fromkeys(name for row in rows for name in row))
     return table(head, ([_shown(row.get(name, "")) for name in head] for row in rows), numbers=True)
@@ -44,7 +40,7 @@ def _shown(value: Any) -> str:
 
 
 def write(file: Path, text: str) -> None:
-    """Write a file so that a stop leaves it whole."""
+    # A stop meanwhile leaves the old file whole.
     beside = file.with_suffix(".part")
     beside.write_text(text, encoding="utf-8")
     beside.replace(file)

@@ -26,49 +26,41 @@ else:
 
 HERE = Path(__file__).parent
 
+# It stands for the newest release, so that no command needs its number.
 NEWEST = "newest"
-"""The name that stands for the newest release, so that no command needs its number."""
 
+# The next release, which can be given in place of a number.
 MAIN = "main"
-"""The name of the next release, which can be given in place of a release."""
 
 MAIN_SOURCE = "https://github.com/huggingface/transformers"
 
+# The newest release with a pre-release of the next torch, from the index that uv's UV_INDEX names.
 TORCH_NEXT = "torch-next"
-"""The name of the newest release with a pre-release of the next torch, from the index that uv's ``UV_INDEX`` names."""
 
+# The file in an environment that says what it was made of. It is written last, when all is installed.
 STAMP = "requirements"
-"""The file in an environment that says what it was made of. It is written when all is installed."""
 
+# The names of versions to come begin with these, also if pins are added. Both may fail.
 NEXT = (MAIN, TORCH_NEXT)
-"""The names of what comes next, with which names begin if pins are added. Both may fail."""
 
 
 @dataclass(frozen=True)
 class Version:
-    """One block of versions.toml, which says what an environment is made of.
-
-    Attributes:
-        pins: Further requirements. A pin of torch, Transformers or wrapt replaces the number given here.
-        overrides: Requirements that hold in place of what packages ask for, such as a torch that has a build for a CPU.
-        wrapt: Empty takes the newest.
-        allowed_to_fail: Whether totals and exit codes leave the version out.
-        families: The architectures that are checked; empty takes all that the release has.
-    """
+    """One block of versions.toml, which says what an environment is made of."""
 
     name: str
     transformers: str
     python: str
     torch: str
-    pins: tuple[str, ...]
-    wrapt: str = ""
+    pins: tuple[str, ...]  # a pin of torch, Transformers or wrapt replaces the number given here
+    wrapt: str = ""  # empty takes the newest
+    # they hold in place of what packages ask for, such as a torch that has a build for a CPU
     overrides: tuple[str, ...] = ()
-    allowed_to_fail: bool = False
-    families: tuple[str, ...] = ()
+    allowed_to_fail: bool = False  # totals and exit codes then leave the version out
+    families: tuple[str, ...] = ()  # empty takes all architectures of the release
 
     @property
     def requirements(self) -> list[str]:
-        """The requirements that uv installs."""
         numbers = {"torch": self.torch, "transformers": self.transformers.replace(MAIN, ""), "wrapt": self.wrapt}
         pinned = {_package(pin) for pin in self.pins}
         own = [f"{name}=={number}" if number else name for name, number in numbers.items() if name not in pinned]
@@ -76,7 +68,7 @@ class Version:
 
     @property
     def stated(self) -> list[str]:
-        """What evidence says that its environment was made of: the Python and the requirements."""
+        """What evidence says that its environment was made of."""
         return [f"python{self.python}", *self.requirements, *self._overridden]
 
     @property
@@ -85,16 +77,13 @@ class Version:
 
     @property
     def stamp(self) -> str:
-        """The text that identifies what an environment was made for; that of the next release expires after a day."""
+        # The environment of a version to come expires after a day.
         return "\n".join(
             [*self.requirements, *self._overridden, *([f"on {date.today()}"] if self.name.startswith(NEXT) else [])]
         )
 
     def changed(self, pins: Iterable[str] = (), torch: str | None = None, python: str | None = None) -> Version:
-        """Return this version with other pins, torch or Python. If it differs, its name gets a suffix.
-
-        A pin replaces a pin of the same package.
-        """
+        # A pin replaces a pin of the same package.
         pins = tuple(pins)
         named = {_package(pin) for pin in pins}
         other = replace(
@@ -114,13 +103,11 @@ def _package(requirement: str) -> str:
 
 
 def versions() -> dict[str, Version]:
-    """Read every block of versions.toml, by name, in the file's order."""
     found = blocks(HERE / "versions.toml", "version")
     return {name: Version(name, **{"transformers": name, **block}) for name, block in found.items()}
 
 
 def blocks(file: Path, kind: str) -> dict[str, dict[str, Any]]:
-    """Read blocks of a file, by name, each with what the file's defaults say."""
     read = tomllib.loads(file.read_text(encoding="utf-8"))
     found = {name: {**read["defaults"], **block} for name, block in read[kind].items()}
     lists = ("pins", "overrides")
@@ -128,22 +115,17 @@ def blocks(file: Path, kind: str) -> dict[str, dict[str, Any]]:
 
 
 def releases() -> list[Version]:
-    """The blocks that are named as their release, the oldest first. The last is the newest release everywhere."""
+    # The oldest comes first. The last is the newest release everywhere.
     return [block for block in versions().values() if block.name == block.transformers != MAIN]
 
 
 def newest() -> Version:
-    """Return the block of the newest release."""
     return releases()[-1]
 
 
 def version(name: str) -> Version:
-    """Find the block of this name, or make one.
-
-    ``newest`` is that of the newest release, and a minor such as ``4.44`` that of the minor. Another release takes the
-    settings of its minor's block, else those of the newest release's. ``main`` is git main if it can be reached, else
-    the newest release or pre-release. ``torch-next`` is the newest release with the next torch. Both may fail.
-    """
+    # A minor such as "4.44" takes its block. Another release takes the settings of its minor's block, else those of the
+    # newest release. "main" is git's main if it can be reached, else the newest release or pre-release.
     known = versions()
     if name == NEWEST:
         return newest()
@@ -163,11 +145,6 @@ def version(name: str) -> Version:
 
 
 def make(wanted: Version, folder: Path) -> Path:
-    """Return the Python of a version's environment, which is made if it does not exist or is out of date.
-
-    Threads and processes that share ``folder`` make their environments one after the other. None removes what another
-    is making, and none writes the same files of uv's cache as another.
-    """
     home = folder / wanted.name
     python = home / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
     if _is_made(wanted, home):
@@ -175,6 +152,8 @@ def make(wanted: Version, folder: Path) -> Path:
     from filelock import FileLock  # it comes with torch. Versions are also listed with a Python that has no packages
 
     folder.mkdir(parents=True, exist_ok=True)
+    # Threads and processes that share the folder make environments one after the other: none removes what another one
+    # is making, and none writes the same files of uv's cache as another.
     with FileLock(folder / ".lock"):
         if not _is_made(wanted, home):  # another may have made it in the meantime
             _make(wanted, home, python)
@@ -196,12 +175,11 @@ def _make(wanted: Version, home: Path, python: Path) -> None:
 
 
 def install(folder: Path, requirement: str) -> None:
-    """Install one package into a folder, without what it requires, to read its sources. Else RuntimeError says why."""
+    # Without what the package requires: only its sources are read.
     _uv("pip", "install", "--python", sys.executable, "--no-deps", "--target", str(folder), *_find_links(), requirement)
 
 
 def variables(packages: Path, **more: str) -> dict[str, str]:
-    """Return the environment variables of a process in an environment, with more of them."""
     inherited = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     # an environment's second process starts in half the time if the first one may keep its bytecode
     return {**inherited, **more, "PYTHONPATH": str(packages), "PYTHONNOUSERSITE": "1", "OMP_NUM_THREADS": "1"}
@@ -209,11 +187,8 @@ def variables(packages: Path, **more: str) -> dict[str, str]:
 
 @contextlib.contextmanager
 def only_our_packages() -> Iterator[Path]:
-    """Give a temporary folder for ``PYTHONPATH`` that holds only fa2patch and compat_matrix.
-
-    Processes in an environment always import this package as ``compat_matrix``, also if it is installed as
-    ``fa2patch.compat_matrix``. They can thus import it before fa2patch, as the stand-in for flash-attn must be.
-    """
+    # Processes in an environment always import this package as compat_matrix, also if it is installed as
+    # fa2patch.compat_matrix. So they can import it before fa2patch, as the stand-in for flash-attn must be.
     spec = importlib.util.find_spec("fa2patch")
     if spec is None or not spec.submodule_search_locations:
         raise RuntimeError("looked for the package fa2patch, found none: reinstall fa2patch")
@@ -229,14 +204,12 @@ def only_our_packages() -> Iterator[Path]:
 
 
 def _next() -> str:
-    """The requirement for the next Transformers."""
     if _output(["git", "ls-remote", MAIN_SOURCE, MAIN]):
         return f"transformers @ git+{MAIN_SOURCE}@{MAIN}"
     return "transformers>=5.0.0.dev0"  # a pre-release in the bound lets uv take pre-releases
 
 
 def _python_of(home: Path) -> str:
-    """The Python version, such as ``3.11``, that an environment was made with."""
     settings = home / "pyvenv.cfg"
     found = re.search(r"^version(?:_info)? *= *(\d+\.\d+)", settings.read_text() if settings.exists() else "", re.M)
     return found[1] if found else ""
@@ -244,21 +217,15 @@ def _python_of(home: Path) -> str:
 
 @functools.cache
 def interpreter(python: str) -> str:
-    """Find a Python of this version, on the PATH or in pyenv; else return the number, so that uv downloads it."""
     candidates = [shutil.which(f"python{python}")]
     candidates += map(str, sorted(Path.home().glob(f".pyenv/versions/{python}.*/bin/python")))
     for candidate in candidates:
         if candidate and _output([candidate, "-c", "print('%d.%d' % __import__('sys').version_info[:2])"]) == python:
             return candidate
-    return python
+    return python  # uv then downloads it
 
 
 def printed(python: Path, packages: Path, module: str, *arguments: str) -> dict[str, Any]:
-    """Run a module in an environment and return the JSON object that it prints.
-
-    Raises:
-        RuntimeError: the module fails; the text is the end of what it wrote to the standard error.
-    """
     command = [str(python), "-m", module, *arguments]
     done = subprocess.run(command, cwd=packages, capture_output=True, text=True, env=variables(packages))
     if done.returncode:
@@ -267,7 +234,7 @@ def printed(python: Path, packages: Path, module: str, *arguments: str) -> dict[
 
 
 def _find_links() -> list[str]:
-    """Options that pass pip's configured find-links to uv, which ignores pip's configuration."""
+    # uv ignores pip's configuration.
     links = os.environ.get("PIP_FIND_LINKS") or _output(
         [sys.executable, "-m", "pip", "config", "get", "global.find-links"]
     )

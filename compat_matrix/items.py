@@ -1,9 +1,8 @@
 """The items of a file's code, each with a hash, and the names that it mentions.
 
-An item is one of three things. A *function* is its parameters and its body, under its qualified name. A *definition* is
-what runs where a module defines a class, a function or a constant, under ``@name``: class bodies, decorators and
-parameters, but no bodies of functions. The *rest* of the module level has the empty name. Comments, docstrings,
-annotations of parameters and line numbers do not count.
+A *function* is its parameters and its body, under its qualified name. A *definition*, ``@name``, is what runs where a
+module defines a class, a function or a constant: no bodies of functions. The *rest* of the module has the empty name.
+Comments, docstrings, annotations of parameters and line numbers do not count.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any
 
+# Hashes by item. Outside its file an item is named "file::name".
 Items = dict[str, str]
-"""Hashes by item. Outside its file an item is named ``file::name``."""
 
 _LEFT_OUT = ("ctx", "kind", "returns", "type_comment", "type_params")
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -26,23 +25,15 @@ _RUNNING = (ast.Call, ast.Await, ast.Yield, ast.YieldFrom, ast.NamedExpr)
 
 @dataclass(frozen=True)
 class File:
-    """What a file holds.
-
-    Attributes:
-        items: The hash of each item, by its name without the file.
-        lines: The qualified name of each function, by its name and the first line of its code object.
-        mentions: The names in the code of each item, which may mean definitions of this file and of others.
-        defined: The names of the definitions.
-    """
-
-    items: Items = field(default_factory=dict)
+    items: Items = field(default_factory=dict)  # hashes by item, without the file's name
+    # the qualified name of each function, by its name and the first line of its code object
     lines: Mapping[tuple[str, int], str] = field(default_factory=dict)
+    # the names in the code of each item, which may mean definitions of this file and of others
     mentions: Mapping[str, frozenset[str]] = field(default_factory=dict)
     defined: frozenset[str] = frozenset()
 
 
 def read(tree: ast.Module) -> File:
-    """Return what a parsed file holds."""
     parts: dict[str, list[Any]] = {"": []}
     words: dict[str, set[str]] = {}
     ours = _ours(tree)
@@ -62,11 +53,8 @@ def read(tree: ast.Module) -> File:
 
 
 def _defines(statement: ast.stmt, ours: Collection[str]) -> list[str]:
-    """The names that a statement of a module defines, if that is all it does; none if it may do more.
-
-    A decorator of this project may keep what it decorates, as a metaclass may. Python itself asks for names such as
-    ``__getattr__``.
-    """
+    # Only a statement that does nothing else defines names. A decorator of this project may keep what it decorates, as
+    # a metaclass may. Python itself asks for names such as __getattr__.
     names = []
     if isinstance(statement, _DEFINITIONS):
         is_kept = any(_root(decorator) in ours for decorator in statement.decorator_list)
@@ -88,7 +76,7 @@ def _ours(tree: ast.Module) -> set[str]:
 
 
 def _root(node: Any) -> str:
-    """The first name of an expression such as ``functools.cache(...)``."""
+    # The root of functools.cache(...) is "functools".
     while not isinstance(node, ast.Name):
         node = getattr(node, "func", None) or getattr(node, "value", None)
         if node is None:
@@ -97,10 +85,8 @@ def _root(node: Any) -> str:
 
 
 def _where_defined(statement: Any) -> list[Any]:
-    """The parts of a statement that run where it stands: not the bodies of functions.
-
-    What a module imports from beside it counts where it is used. If it gets another name there, that is taken for use.
-    """
+    # These parts run where the statement stands; bodies of functions do not. What a module imports from beside it
+    # counts where it is used. If it gets another name there, that is taken for use.
     if isinstance(statement, _FUNCTIONS):
         return [*statement.decorator_list, *statement.args.defaults, *filter(None, statement.args.kw_defaults)]
     if isinstance(statement, ast.ClassDef):
@@ -112,7 +98,7 @@ def _where_defined(statement: Any) -> list[Any]:
 
 
 def _words(nodes: Iterable[ast.AST]) -> Iterator[str]:
-    """The names in some code, also in texts without a space, which may name an attribute."""
+    # A text without a space may name an attribute.
     for node in (node for each in nodes for node in ast.walk(each)):
         if isinstance(node, ast.Name):
             yield node.id
@@ -134,10 +120,8 @@ def _functions(node: ast.AST, inside: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _told(node: Any) -> str:
-    """A text that two pieces of code share if they do the same, in every Python that parses them.
-
-    Of a function it holds what runs where it is defined: decorators, name, parameters and their defaults.
-    """
+    # Two pieces of code have the same text if they do the same, in every Python that parses them. The text of a
+    # function holds what runs where it is defined: decorators, name, parameters and their defaults.
     if isinstance(node, list):
         return f"[{','.join(_told(each) for each in node if not _is_text(each))}]"
     if not isinstance(node, ast.AST):
@@ -152,5 +136,4 @@ def _told(node: Any) -> str:
 
 
 def _is_text(node: Any) -> bool:
-    """Whether a statement is only a string, as a docstring is."""
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)

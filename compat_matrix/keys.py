@@ -1,12 +1,8 @@
-"""The key of a cell: hashes of the code that the cell executed. ``python -m compat_matrix.stale`` says what is stale.
+"""The key of a cell: hashes of the items of code (:mod:`.items`) that the cell executed.
 
-A cell depends on each function that it called, on what each file that it imported does beside definitions, and on the
-definitions there whose names these mention, and so on (:mod:`.items`). What none of them mentions may change: another
-field of a class that a cell does not use makes no cell stale, although its file is imported. A cell is stale if
-one of its items is another one now, or if versions.toml asks for another environment.
-
-A key does not hold the tables of tiny configs (:data:`CONFIGS`), because most new architectures add a row there.
-``python -m compat_matrix.plans`` makes the configs, and so finds the cells whose own config is another one now.
+These are the functions that it called, the module level of each file that it imported, and the definitions whose names
+these mention, and so on. A cell is stale if one of its items is another one now, or if versions.toml asks for another
+environment.
 """
 
 from __future__ import annotations
@@ -19,15 +15,13 @@ from typing import Any
 from . import items
 from .items import File, Items
 
+# Their module level is in no key, because most new architectures add a row there. python -m compat_matrix.plans makes
+# the configs, and so finds the cells whose own config is another one now.
 CONFIGS = ("compat_matrix/tiny_overrides.py", "compat_matrix/tiny_configs.py", "compat_matrix/media_families.py")
 
 
 class Sources:
-    """The items of the present sources.
-
-    Args:
-        home: the folder that holds ``fa2patch`` and ``compat_matrix``.
-    """
+    """The items of the sources in a folder that holds fa2patch and compat_matrix."""
 
     def __init__(self, home: Path) -> None:
         self.home = home
@@ -35,7 +29,7 @@ class Sources:
         self._again: dict[Any, Items] = {}  # many cells executed the same
 
     def key(self, *executed: Mapping[str, Any], without: Collection[str] = CONFIGS) -> Items:
-        """Return the items of what ``check.executed`` says of processes, but not the module level of some files."""
+        # executed: what check.executed says of each process. without: files whose module level is left out.
         called = [each for one in executed for each in one["functions"]]
         named = [(file, self.file(file).lines.get((name, line))) for file, name, line in called]
         # what has no name is a lambda or a comprehension, which is part of what it is written in
@@ -43,7 +37,7 @@ class Sources:
         return self.depended({file for one in executed for file in one["files"]} - {*without}, functions)
 
     def depended(self, files: Collection[str], functions: Collection[tuple[str, str]]) -> Items:
-        """Return the items that files that were imported and functions that were called depend on."""
+        # What no executed code mentions may change: a field of a class that a cell does not use makes it not stale.
         held = {file: self.file(file) for file in {*files, *(file for file, _ in functions)}}
         found = {(file, "") for file in files}
         for file, name in functions:
@@ -69,12 +63,10 @@ class Sources:
         return self._again[files, functions]
 
     def changed(self, key: Mapping[str, str]) -> list[str]:
-        """Return the items of a key that are others now, and those that it has now only."""
         now = self.again(key)
         return [] if now == key else [each for each in sorted({*key, *now}) if key.get(each) != now.get(each)]
 
     def file(self, name: str) -> File:
-        """Return what a file holds, which is nothing if there is no such file."""
         if name not in self._files:
             path = self.home / name
             # Python imports a folder of this name instead of the file
@@ -84,11 +76,8 @@ class Sources:
 
 
 def packed(keys: Iterable[Items]) -> tuple[dict[str, dict[str, list[str]]], list[str]]:
-    """Return keys as evidence holds them: a table of all items, and for each key which of them it has.
-
-    Returns:
-        The hashes by file and name, and for each key a hexadecimal number whose n-th bit stands for the n-th hash.
-    """
+    # The table holds the hashes of all items, by file and name. The n-th bit of a key's hexadecimal number stands for
+    # the n-th hash.
     keys = list(keys)
     table: dict[str, dict[str, list[str]]] = {}
     places = {pair: place for place, pair in enumerate(sorted({pair for key in keys for pair in key.items()}))}
@@ -99,7 +88,6 @@ def packed(keys: Iterable[Items]) -> tuple[dict[str, dict[str, list[str]]], list
 
 
 def unpacked(table: Mapping[str, Mapping[str, list[str]]], numbers: Iterable[str]) -> list[Items]:
-    """Return the keys that :func:`packed` has packed."""
     pairs = [
         (f"{file}::{name}", known)
         for file, found in table.items()

@@ -1,7 +1,4 @@
-"""The families with pictures or sound: how their tiny models and documents are made.
-
-A family is named ``llava:picture``, or ``qwen2_audio:sound``.
-"""
+"""The families with pictures or sound, such as ``llava:picture``: how their tiny models and documents are made."""
 
 from __future__ import annotations
 
@@ -12,8 +9,8 @@ from typing import Any
 from . import tiny_pictures as pictures
 from .tiny_pictures import Document, Draw
 
+# token ids: the start of a picture, and the placeholders
 START, PICTURE, FILM, SOUND = 93, 94, 95, 96
-"""Token ids: start of a picture, and the placeholders."""
 
 TOKENS = {
     **dict.fromkeys(["image_token_id", "image_token_index"], PICTURE),
@@ -41,31 +38,23 @@ _SOUND = {
 
 @dataclass(frozen=True)
 class Family:
-    """How a tiny model and its documents are made.
-
-    Attributes:
-        cls: the name of the model's class.
-        make: makes one picture or sound: the number of its placeholders, and the processor's keys.
-        of: its placeholder.
-        text, vision: the model types of the parts, for configs that take any.
-        towers: settings of the parts, by the name of the part's config; None leaves a part out.
-        config: settings of the whole config.
-        both_ways: what sees itself in both directions, according to ``token_type_ids``: each of the ``"pictures"``,
-            which have type 1, or the ``"prefix"``, which has type 0 and no labels; empty if nothing does.
-    """
-
-    cls: str
+    cls: str  # the model's class
+    # makes one picture or sound: the number of its placeholders, and the processor's keys
     make: Callable[[Draw, int], tuple[int, Document]]
-    of: int = PICTURE
+    of: int = PICTURE  # its placeholder
+    # the model types of the parts, for configs that take any
     text: str = ""
     vision: str = ""
+    # settings of the parts, by the name of the part's config; None leaves a part out
     towers: dict[str, dict[str, Any] | None] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
+    # What sees itself in both directions, according to token_type_ids: each of the "pictures", which have type 1, or
+    # the "prefix", which has type 0 and no labels. It is empty if nothing does.
     both_ways: str = ""
 
 
+# Their configs are those of tiny_models, which have a tower.
 NO_CONFIG = ("qwen2_vl:picture", "qwen2_5_vl:picture", "qwen3_vl:picture", "qwen3_vl_moe:picture")
-"""Families whose configs are those of :mod:`tiny_models`, which have a tower."""
 
 _LLAVA = {"image_seq_length": 4, "image_grid_pinpoints": _PINPOINTS}
 _ANY_SIZE = {"vision_feature_layer": -1, "vision_feature_select_strategy": "full", "image_seq_length": 1}

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; ``red`` returns 1 if anything fails."""
     parser = argparse.ArgumentParser(prog="python -m compat_matrix.nightly", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     versions = commands.add_parser("versions", help="print them as a JSON list")
@@ -37,7 +36,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def wanted(newest: str | None = None, torch_next: bool = False) -> list[str]:
-    """List every block, the newest release if it has no block, ``main``, and ``torch-next`` if it is wanted."""
     blocks = environments.versions()
     names = [name for name in blocks if name != environments.MAIN]
     known = {block.transformers for block in blocks.values()}
@@ -47,11 +45,8 @@ def wanted(newest: str | None = None, torch_next: bool = False) -> list[str]:
 
 
 def failures(evidence: Path, names: list[str]) -> list[str]:
-    """List every cell that fails and every version without evidence.
-
-    A version that is allowed to fail is what comes next. Its failures are listed by the seam at which the newest
-    release's architectures are patched, and it may have no evidence, because it may not be installable on some days.
-    """
+    # A version that is allowed to fail is what comes next. It may have no evidence, because it may not be installable
+    # on some days.
     lines = []
     for name in names:
         file, allowed_to_fail = evidence / f"{name}.json", environments.version(name).allowed_to_fail
@@ -76,10 +71,7 @@ def _failing(file: Path, allowed_to_fail: bool) -> list[str]:
 
 
 def moved(cells: Mapping[str, Cell]) -> list[str]:
-    """One line for each seam that has failures in cells of a version to come, or of torch to come.
-
-    A seam has moved if its architectures fail, or are patched at another one than in the newest release.
-    """
+    # A seam has moved if its architectures fail, or are patched at another one than in the newest release.
     from . import plans
 
     newest = plans.read()[environments.newest().name].snapshots

@@ -20,29 +20,21 @@ from .screen import bars, done
 
 PLANS = environments.HERE / "plans.json"
 
+# By architecture, then by attn_implementation: what check.plan.of returns.
 Snapshots = dict[str, dict[str, Any]]
-"""By architecture, then by ``attn_implementation``: what ``check.plan.of`` returns."""
 
 
 @dataclass
 class Planned:
-    """The snapshots of one version, the items of code that were executed for them, and what its environment is of."""
-
     snapshots: Snapshots
-    key: keys.Items
-    made_of: list[str]
+    key: keys.Items  # the items of code that were executed for the snapshots
+    made_of: list[str]  # of its environment
 
     def is_fresh(self, version: environments.Version, sources: keys.Sources) -> bool:
-        """Whether neither the code nor the environment is another one now."""
         return self.made_of == version.stated and bool(self.key) and not sources.changed(self.key)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print what is found otherwise than before.
-
-    Returns:
-        1 if the plans of a version cannot be made, or if some are found otherwise and are not written; else 0.
-    """
     parser = argparse.ArgumentParser(prog="python -m compat_matrix.plans", description=__doc__)
     parser.add_argument("--versions", nargs="+", metavar="V", help="blocks of versions.toml, or releases; default: all")
     parser.add_argument("--write", action="store_true", help="write the snapshots that were made into plans.json")
@@ -82,7 +74,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def differences(before: Snapshots, now: Snapshots) -> Iterator[str]:
-    """Yield one line for each architecture whose snapshots differ, with the first difference."""
     for name in sorted({*now, *before}):
         if name not in now or name not in before:
             yield f"{name}: {'is new' if name in now else 'is gone'}"
@@ -110,7 +101,6 @@ def _short(value: Any) -> str:
 
 
 def read(file: Path = PLANS) -> dict[str, Planned]:
-    """Read the committed snapshots, by version; empty if there are none."""
     if not file.exists():
         return {}
     data = json.loads(file.read_text(encoding="utf-8"))
@@ -133,7 +123,7 @@ def read(file: Path = PLANS) -> dict[str, Planned]:
 
 
 def write(known: Mapping[str, Planned], file: Path = PLANS) -> None:
-    """Write the snapshots of all versions. Those that are the same stand there once."""
+    # Equal snapshots are written once.
     order = [name for name in environments.versions() if name in known]
     known = {name: known[name] for name in dict.fromkeys([*order, *known])}
     places: dict[str, int] = {}
@@ -155,16 +145,12 @@ def write(known: Mapping[str, Planned], file: Path = PLANS) -> None:
 
 
 def seams(snapshots: Mapping[str, Any]) -> set[str]:
-    """Return the seams of an architecture's layers, from its snapshots by ``attn_implementation``."""
     layers = (layer for snapshot in snapshots.values() for layer in snapshot.get("layers", ()))
     return {layer.rpartition(": ")[2] for layer in layers}
 
 
 def vouchers(snapshots: Snapshots) -> dict[str, str]:
-    """Return the architecture that vouches for each one with the same plan; those that vouch are left out.
-
-    The first of a plan vouches, in the order of the check, and only if all layers are at the interface seam.
-    """
+    # The first one of a plan vouches, in the order of the check, and only if all layers are at the interface seam.
     first: dict[str, str] = {}
     found = {}
     for name, plans in snapshots.items():
@@ -175,7 +161,7 @@ def vouchers(snapshots: Snapshots) -> dict[str, str]:
 
 
 def _shape(snapshot: Mapping[str, Any]) -> dict[str, Any]:
-    """A snapshot without the names of modules, classes and layers."""
+    # Architectures with one plan differ in the names of modules, classes and layers, which are left out.
     if "layers" not in snapshot:
         return {"error": snapshot.get("error", snapshot.get("refused"))}
     registry = {name: held for name, held in snapshot["found"]["registry"].items() if name != "model_type"}

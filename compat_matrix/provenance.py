@@ -21,7 +21,6 @@ from .results import EVIDENCE, Malformed, read
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print how much the present code made, or everything that is against it; returns 1 if anything is."""
     parser = argparse.ArgumentParser(prog="python -m compat_matrix.provenance", description=__doc__)
     parser.add_argument("--evidence", type=Path, default=EVIDENCE, help="folder of the evidence")
     given = parser.parse_args(arguments)
@@ -40,7 +39,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def problems(results: Results) -> list[str]:
-    """What is against it that the cells are of the present code, in one sentence each."""
     found = [f"There is no evidence of {name}." for name in results.missing if name != environments.MAIN]
     sources = keys.Sources(environments.HERE.parent)
     for environment in results.environments:
@@ -53,7 +51,6 @@ def problems(results: Results) -> list[str]:
 
 
 def measurements() -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the name of each committed measurement of bench, ecosystem and examples, with ``commit`` and ``dirty``."""
     for file in sorted((environments.HERE / "bench" / "results").glob("*.json")):
         yield f"bench {file.stem}", figures.read(file)
     ecosystem = environments.HERE / "ecosystem" / "evidence"
@@ -68,7 +65,6 @@ def measurements() -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def of_measurements(measured: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """What is against it that the present code made these measurements, in one sentence for each commit."""
     named = grouped(((made.get("commit") or "", made.get("dirty")), name) for name, made in measured.items())
     found = []
     for (commit, dirty), names in named.items():
@@ -80,7 +76,6 @@ def of_measurements(measured: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def _after(commit: str) -> list[str]:
-    """What changed in the measured code after the commit that measurements name, in no or one sentence."""
     if not commit:
         return ["Some measurements do not say which commit made them."]
     try:

@@ -19,14 +19,14 @@ from .tiny_configs import MEDIA
 FORMAT = 3
 EVIDENCE = Path(__file__).parent / "evidence"
 
+# A cell is ok only if each of these points holds with at least one implementation.
 CORE = (
     "every_layout", "inertness", "lengths", "no_dense_mask", "nothing_crosses", "packed_row", "packed_rows", "padding",
     "refusals", "reverted",
 )  # fmt: skip
-"""The points of which each must hold, with at least one implementation, for a cell to be ok."""
 
+# The kinds of row that exist with pictures or sound; check.upstream makes them.
 ROWS_WITH_MEDIA = ("one row", "mask of ones", "default cache")
-"""The kinds of row that exist with pictures or sound. ``check.upstream`` makes them."""
 
 
 class Malformed(ValueError):
@@ -34,15 +34,6 @@ class Malformed(ValueError):
 
 
 def read(folder: Path, wanted: Iterable[str] = ()) -> Results:
-    """Read every JSON in a folder and in its subfolder ``gpu``.
-
-    Args:
-        folder: The folder with the evidence.
-        wanted: The names of environments that must have evidence; those without are the ``missing`` of the results.
-
-    Raises:
-        Malformed: One of the files is not evidence, or the folder has none.
-    """
     here, there = (
         sorted(map(read_file, folder.glob(files)), key=lambda environment: environment.order)
         for files in ("*.json", "gpu/*.json")
@@ -55,11 +46,7 @@ def read(folder: Path, wanted: Iterable[str] = ()) -> Results:
 
 
 def read_file(file: Path, partial: bool = False) -> Environment:
-    """Read one file of evidence. If it is ``partial``, points of :data:`CORE` may be missing, as after ``--points``.
-
-    Raises:
-        Malformed: The file is not evidence.
-    """
+    # A partial file may lack points of CORE, as after --points.
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -72,7 +59,6 @@ class _Expected(Exception):
 
 
 def read_data(data: Any, name: str, partial: bool = False, where: str = "evidence") -> Environment:
-    """Read what a file of this name would hold, as :func:`read_file` does. Errors name ``where`` it is."""
     try:
         return _environment(data, name, partial)
     except _Expected as expected:
@@ -135,7 +121,7 @@ def _cell(data: dict[str, Any], rows: tuple[str, ...], where: str, table: dict[s
 
 
 def _made(data: dict[str, Any], where: str, table: dict[str, Any]) -> Made:
-    """What a cell was made with. Every cell must say it; a commit or a state that is unknown is null."""
+    # Every cell must say what it was made with. An unknown commit or state is null.
     for name in ("commit", "dirty"):
         if name not in data:
             raise _Expected(f"{where}{name}, found nothing")
@@ -146,7 +132,6 @@ def _made(data: dict[str, Any], where: str, table: dict[str, Any]) -> Made:
 
 
 def _not_ok(state: str, data: dict[str, Any], where: str) -> Cell:
-    """The cell of an architecture whose check ended with an error, a refusal or a known failure."""
     reason = _take(data, state, str, where)
     if state == "error":
         return Cell("fail", reason)
@@ -159,7 +144,6 @@ def _not_ok(state: str, data: dict[str, Any], where: str) -> Cell:
 
 
 def _checked(data: dict[str, Any], where: str) -> dict[str, Checked]:
-    """The points of each implementation."""
     checked = {}
     for name in _take(data, "fa2patch", dict, where):
         counts = {"ok": 0, "n/a": {}, ALONE: {}, "fail": {}, **_take(data["fa2patch"], name, dict, f"{where}fa2patch.")}
@@ -169,7 +153,6 @@ def _checked(data: dict[str, Any], where: str) -> dict[str, Checked]:
 
 
 def _problems(run: Checked, points: tuple[str, ...]) -> list[str]:
-    """The reasons why one implementation is not ok."""
     problems = [f"{point}: {failure}" for point, failure in run.failures.items()]
     if not run.was_run:
         return problems
@@ -185,7 +168,7 @@ def _problems(run: Checked, points: tuple[str, ...]) -> list[str]:
 
 
 def _not_held(checked: Mapping[str, Checked], points: tuple[str, ...]) -> list[str]:
-    """The reasons why a cell is not ok although nothing fails: a core point that did not hold anywhere."""
+    # A core point that held nowhere makes a cell not ok although nothing fails.
     runs = [run for run in checked.values() if run.was_run]
     if not any(run.ok for run in runs):
         return ["no point was found to hold"]
@@ -203,7 +186,6 @@ def _is_vouched_for(reason: str) -> bool:
 
 
 def _alone(data: dict[str, Any], rows: tuple[str, ...], where: str) -> tuple[Upstream, ...]:
-    """What Transformers alone gave with each implementation, ``flash_attention_2`` first, then ``sdpa``."""
     runs = []
     for implementation in dict.fromkeys(("flash_attention_2", "sdpa", *data)):
         if implementation not in data:
@@ -224,12 +206,8 @@ def _take(data: Any, key: str, kind: Any, where: str = "") -> Any:
 
 
 def judged(architecture: str, transformers: str, cell: Mapping[str, Any], points: Sequence[str]) -> dict[str, str]:
-    """Return what xfail.toml says of a cell, as keys that are added to it. It is strict.
-
-    Returns:
-        ``xfail`` and ``link`` if every failure of the cell is the known one, in a point that the entry names; ``error``
-        if the entry names a point that was run, and none fails; else nothing, and the cell's own failures count.
-    """
+    # A cell is an xfail only if every failure is the known one, in a point that the entry names. An entry of which
+    # points were run and none fails is an error, so that it is removed.
     about = (each for each in _entries() if architecture in each["architectures"])
     known = next((e for e in about if any(f"{transformers}.".startswith(f"{v}.") for v in e["versions"])), None)
     if known is None or "refused" in cell or "error" in cell:

@@ -16,33 +16,23 @@ from . import commits, diffable, environments, keys
 from .check.found import ALONE, DOCUMENT, EXECUTED, REFUSED_AND_PATCHED
 from .results import FORMAT
 
+# One process runs without flash-attn, one with its stand-in.
 PARTS = ("without", "with")
-"""One process runs without flash-attn, one with its stand-in."""
 
 Found = dict[str, Any]
+# a process's name, the architecture and the cell
 Line = tuple[str, str, "Found | None"]
-"""What came from a process: its name, the architecture and the cell."""
 
 
 def evidence(
     version: environments.Version,
-    folder: Path,
-    packages: Path,
-    *options: str,
+    folder: Path,  # of the environments
+    packages: Path,  # of environments.only_our_packages
+    *options: str,  # of python -m compat_matrix.check
     doing: Callable[[str], None] = lambda what: None,
+    # called with each cell as soon as it is checked: what evidence says beside cells, its name and the cell
     keep: Callable[[Found, str, Found], None] = lambda header, name, cell: None,
 ) -> Found:
-    """Check a version and return the findings in the format that ``results.read_file`` reads.
-
-    Args:
-        folder, packages: The folders of the environments and of ``environments.only_our_packages``.
-        options: Options for ``python -m compat_matrix.check``.
-        doing: Called with what is done next.
-        keep: Called with each cell as soon as it is checked: what evidence says beside cells, its name and the cell.
-
-    Raises:
-        RuntimeError: The environment cannot be made, or one of the processes fails.
-    """
     doing(f"preparing an environment with {', '.join(version.requirements)}")
     code = commits.of_code()
     python = environments.make(version, folder.resolve())
@@ -67,7 +57,6 @@ def evidence(
 
 
 def plans(version: environments.Version, folder: Path, packages: Path) -> tuple[dict[str, Found], keys.Items]:
-    """Return ``check.plan.of`` of each architecture of a version, and the items that were executed for all of them."""
     python = environments.make(version, folder.resolve())
     options = ["--families", *version.families] if version.families else []
     snapshots = lines(python, packages, {"plans": ["compat_matrix.check", "--plans", *options]})
@@ -79,15 +68,8 @@ def plans(version: environments.Version, folder: Path, packages: Path) -> tuple[
 def lines(
     python: Path, packages: Path, processes: Mapping[str, Sequence[str]]
 ) -> Iterator[tuple[str, dict[str, Found]]]:
-    """Run modules, given with their options, in processes at the same time, and merge the lines that they print.
-
-    Yields:
-        each architecture with its cells by process, as soon as all are there; an empty name stands for the
-        environment. A process that does not have the architecture gives none.
-
-    Raises:
-        RuntimeError: One of the processes fails. The text is the end of what it wrote to the standard error.
-    """
+    # Each architecture is yielded with its cells by process, as soon as all are there. An empty name stands for the
+    # environment. A process that does not have the architecture gives no cell.
     came: queue.Queue[Line] = queue.Queue()
     waiting: dict[str, dict[str, Found]] = {}
     with contextlib.ExitStack() as stack:
@@ -116,7 +98,7 @@ def lines(
 
 
 def _read(process: subprocess.Popen[str], errors: IO[str], part: str, came: queue.Queue[Line]) -> None:
-    """Put each line into a queue, and at the end None, with the error as the name if the process fails."""
+    # None comes at the end, with the error as the name if the process fails.
     for line in process.stdout or ():
         said = json.loads(line)
         name = said.get("architecture", "")
@@ -136,10 +118,7 @@ def _header(version: environments.Version, without: Found, with_flash: Found) ->
 
 
 def merged(first: Found, second: Found, code: Found) -> Found:
-    """Merge the cells of both processes, without flash-attn and with it, which are empty if there is none.
-
-    ``code`` is the ``commit`` and ``dirty`` of what was checked.
-    """
+    # The cell of a process without the architecture is empty. code: the "commit" and "dirty" of what was checked
     cell = {**first, **second, "made": _made(code, first, second)}
     for key in ("fa2patch", "upstream"):
         if key in first or key in second:
@@ -157,14 +136,14 @@ def merged(first: Found, second: Found, code: Found) -> Found:
 
 
 def _made(code: Found, *parts: Found) -> Found:
-    """What a cell was made with: both processes' seconds, the first one's time."""
+    # A cell takes both processes' seconds, and the time of the first one.
     made = [part["made"] for part in parts if part]
     about = {name: value for name, value in made[0].items() if name != "executed"}
     return {**code, **about, "seconds": round(sum(part["seconds"] for part in made), 1)}
 
 
 def _failing_alone(part: Found) -> Found:
-    """Each implementation's points, not run, if Transformers alone raises errors for every row with all of them."""
+    # No point is run if Transformers alone raises errors for every row with all implementations.
     outcomes = {implementation: [*rows.values()] for implementation, rows in part["upstream"].items()}
     if not all(rows and all(row.startswith("error: ") for row in rows) for rows in outcomes.values()):
         return {}
@@ -172,10 +151,7 @@ def _failing_alone(part: Found) -> Found:
 
 
 def written(header: Found, cells: dict[str, Found]) -> Found:
-    """Return evidence of these cells, whose keys are packed into one table.
-
-    A cell that was run with other points than the header's says so itself.
-    """
+    # The keys are packed into one table. A cell that was run with other points than the header's says so itself.
     keyed = {name: cell["made"]["key"] for name, cell in cells.items() if "key" in cell["made"]}
     table, numbers = keys.packed(keyed.values())
     packed = dict(zip(keyed, numbers))
@@ -189,7 +165,6 @@ def written(header: Found, cells: dict[str, Found]) -> Found:
 
 
 def unwritten(evidence: Found) -> dict[str, Found]:
-    """Return the cells of evidence with their keys unpacked, each with the points that it was run with."""
     found = {}
     for name, cell in evidence["architectures"].items():
         found[name] = {"points": evidence["points"], **cell}
@@ -200,5 +175,4 @@ def unwritten(evidence: Found) -> dict[str, Found]:
 
 
 def text(evidence: Found) -> str:
-    """Format the evidence of a version as JSON, with one line for each architecture and each file of code."""
     return diffable.dumped(evidence, 9, code=2, architectures=2) + "\n"

@@ -23,7 +23,6 @@ Found = TypeVar("Found")
 
 
 def bars() -> Progress:
-    """Return progress bars on the standard error, each with a name, a count and the time."""
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     return Progress(*columns, console=Console(stderr=True))
 
@@ -31,7 +30,7 @@ def bars() -> Progress:
 def done(
     work: Callable[[Item], Found], items: Iterable[Item], at_a_time: int
 ) -> Iterator[tuple[Item, Found | Exception]]:
-    """Work on items in threads. Yield each with what was found, or with the error, as soon as it is done."""
+    # An error comes in the place of what was found.
     with ThreadPoolExecutor(at_a_time) as pool:
         started = {pool.submit(work, item): item for item in items}
         for future in as_completed(started):

@@ -19,17 +19,14 @@ from pathlib import PurePosixPath
 from rich.console import Console
 from rich.table import Table
 
-LONG = 30
-"""Lines of a function, without its docstring, that fit a screen."""
+LONG = 30  # lines of a function, without its docstring, that fit a screen
 
-HALF = 60
-"""Lines of a file that may be half an idea."""
+HALF = 60  # lines of a file that may be half an idea
 
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 def files_of(commit: str, folder: str) -> dict[str, str]:
-    """The text of each Python file below a folder at a commit, by its path."""
     packed = subprocess.run(["git", "archive", commit, folder], check=True, capture_output=True).stdout
     with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
         files = {member.name: archive.extractfile(member) for member in archive if member.name.endswith(".py")}
@@ -37,7 +34,6 @@ def files_of(commit: str, folder: str) -> dict[str, str]:
 
 
 def _docstring(node: ast.AST) -> ast.Expr | None:
-    """The docstring's statement of a module, class or function."""
     if not isinstance(node, (ast.Module, *_DEFINITIONS)) or ast.get_docstring(node, clean=False) is None:
         return None
     said = node.body[0]
@@ -49,7 +45,6 @@ def _lines(node: ast.expr | ast.stmt | None) -> int:
 
 
 def counted(files: dict[str, str]) -> Counter[str]:
-    """Count everything but names."""
     found: Counter[str] = Counter()
     for text in files.values():
         lines, nodes = text.splitlines(), list(ast.walk(ast.parse(text)))
@@ -84,7 +79,7 @@ def counted(files: dict[str, str]) -> Counter[str]:
 
 
 def names_twice(files: dict[str, str]) -> dict[str, list[str]]:
-    """The public names that several modules define at their top level, each with the modules; and files of one name."""
+    # The names of files count, too.
     homes: dict[str, list[str]] = defaultdict(list)
     for path, name in _names(files):
         homes[name].append(path)
@@ -100,7 +95,6 @@ def _names(files: dict[str, str]) -> Iterator[tuple[str, str]]:
 
 
 def main() -> None:
-    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("commits", nargs="*", default=["HEAD"], help="what git can name; HEAD if left out")
     parser.add_argument("--folder", default="fa2patch")

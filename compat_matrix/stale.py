@@ -25,7 +25,6 @@ NO_KEY = "it was made before cells had keys"
 
 
 def cells(environment: Environment, sources: Sources) -> dict[str, list[str]]:
-    """Return the cells of an environment that are stale, each with the items that are others in the present sources."""
     wanted = environments.version(environment.name).stated
     other = [f"versions.toml: {environment.name}"] if list(environment.requirements) != wanted else []
     found = {}
@@ -38,11 +37,6 @@ def cells(environment: Environment, sources: Sources) -> dict[str, list[str]]:
 
 
 def by_commit(environment: Environment, commit: str) -> dict[str, list[str]]:
-    """Return the cells with a key that a commit makes stale, each with the items that the commit changes.
-
-    Raises:
-        NoCommit: there is no such commit.
-    """
     before, after = (_sources(name) for name in (f"{commit}^", commit))
     keyed = {name: cell.made.key for name, cell in environment.cells.items() if cell.made and cell.made.key}
     changed = {name: after.changed(before.again(key)) for name, key in keyed.items()}
@@ -51,7 +45,7 @@ def by_commit(environment: Environment, commit: str) -> dict[str, list[str]]:
 
 @functools.lru_cache(maxsize=4)
 def _sources(commit: str) -> Sources:
-    """The sources of a commit. Everything is read here, because the files are gone afterwards."""
+    # Everything is read here, because the files are gone afterwards.
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder)
         for package in ("fa2patch", "compat_matrix"):
@@ -62,18 +56,15 @@ def _sources(commit: str) -> Sources:
     return found
 
 
+# the name of an environment, and an architecture
 Place = tuple[str, str]
-"""The name of an environment and an architecture."""
 
 
 def sample(evidence: Iterable[Environment], sources: Sources, count: int) -> list[Place]:
-    """Choose the cells that a change asks for, so that a run of minutes executes all that was changed.
-
-    First come cells that together execute every changed item that any cell executes, those with the rarest item first.
-    Then come cells of the kinds that have the fewest chosen cells: of one state and seam, to which the same points
-    apply. The oldest and the newest environment are asked in turns, so that no age is left out. There are more cells
-    than ``count`` if the changed items need them.
-    """
+    """Choose the cells that a change asks for, so that a run of minutes executes all that was changed."""
+    # First come cells that together execute every changed item that any cell executes, those with the rarest item
+    # first. Then come cells of the kinds that have the fewest chosen cells. Environments are taken from both ends in
+    # turns, so that no age is left out. There are more cells than "count" if the changed items need them.
     every = {(each.name, name): cell for each in _from_both_ends(evidence) for name, cell in each.cells.items()}
     changed = {place: _changed(cell, sources) for place, cell in every.items()}
     users = Counter(item for items in changed.values() for item in items)
@@ -111,7 +102,6 @@ def _from_both_ends(evidence: Iterable[Environment]) -> list[Environment]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print how many cells are stale, in each environment and because of which items."""
     parser = argparse.ArgumentParser(prog="python -m compat_matrix.stale", description=__doc__)
     parser.add_argument("--evidence", type=Path, default=EVIDENCE, help="folder of the evidence")
     parser.add_argument("--cells", action="store_true", help="name every stale cell")

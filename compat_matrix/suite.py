@@ -19,11 +19,11 @@ from . import environments
 from .ecosystem.stacks import stacks
 from .screen import Console, bars, done
 
+# One version for each way in which Transformers computes attention, and the newest of both majors.
 VERSIONS = ("4.36.2", "4.43.4", "4.48.3", "4.57.6", environments.newest().name)
-"""One version for each way in which Transformers computes attention, with the newest of both majors."""
 
+# what the tests need beside the packages of the matrix
 PINS = ("pytest", "packaging")
-"""Packages that the tests need in addition to those of the matrix."""
 
 AT_A_TIME = 2
 
@@ -32,23 +32,19 @@ _PERCENT = re.compile(r"\[ *(\d+)%\]\s*$")
 
 @dataclass(frozen=True)
 class Result:
-    """The result of one version's tests: skips are counted by reason, ``failed`` may also say why a run broke off."""
-
     passed: int = 0
-    skipped: Counter[str] = field(default_factory=Counter)
-    failed: tuple[str, ...] = ()
+    skipped: Counter[str] = field(default_factory=Counter)  # by reason
+    failed: tuple[str, ...] = ()  # may also say why a run broke off
     seconds: float = 0.0
 
     @property
     def line(self) -> str:
-        """A one-line summary."""
         reasons = "; ".join(f"{count} x {reason}" for reason, count in sorted(self.skipped.items()))
         skipped = f"{sum(self.skipped.values())} skipped{f' ({reasons})' if reasons else ''}"
         return f"{self.passed} passed, {len(self.failed)} failed, {skipped}, {self.seconds:.0f} s"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; returns 1 if any version fails."""
     parser = argparse.ArgumentParser(prog="python -m compat_matrix.suite", description=__doc__)
     parser.add_argument("tests", type=Path, nargs="+", help="folders or files of tests")
     parser.add_argument(
@@ -82,13 +78,13 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run(name: str, given: argparse.Namespace, packages: Path, at: Callable[[int], None]) -> Result:
-    """Run the tests in one version's environment. If none passed, the run failed: a test that was not run is not ok."""
     begun = time.perf_counter()
     arguments = ["-m", given.m, *(["-k", given.k] if given.k else []), *(str(path.resolve()) for path in given.tests)]
     report = in_environment(name, arguments, given.environments, packages, at)
     passed = sum(case.outcome == "passed" for case in report.cases)
     skipped = Counter(case.said or "no reason" for case in report.cases if case.outcome == "skipped")
     failed = [case.failure for case in report.cases if case.outcome in ("failure", "error")]
+    # A run in which no test passed has failed: a test that was not run is not ok.
     if not failed and (report.code or not passed):
         passed, failed = 0, [f"pytest ended with {report.code}, and no test passed"]
     return Result(passed, skipped, tuple(failed), time.perf_counter() - begun)
@@ -96,43 +92,29 @@ def run(name: str, given: argparse.Namespace, packages: Path, at: Callable[[int]
 
 @dataclass(frozen=True)
 class Case:
-    """One test of a report.
-
-    Attributes:
-        outcome: ``passed``, ``skipped``, ``failure`` or ``error``.
-        said: The reason of a skip, or the error.
-        properties: What the test recorded with pytest's ``record_property``.
-    """
-
     name: str
     module: str
-    outcome: str
-    said: str
+    outcome: str  # "passed", "skipped", "failure" or "error"
+    said: str  # the reason of a skip, or the error
     seconds: float
-    properties: dict[str, str]
+    properties: dict[str, str]  # what the test recorded with pytest's record_property
 
     @property
     def failure(self) -> str:
-        """The test and the first line of its error."""
         return f"{'::'.join(filter(None, (self.module, self.name)))}: {self.said.partition(chr(10))[0][:300]}"
 
 
 @dataclass(frozen=True)
 class Report:
-    """A run of pytest: the exit code, the tests, and what was recorded for the whole run."""
-
     code: int
     cases: list[Case]
-    properties: dict[str, str]
+    properties: dict[str, str]  # what was recorded for the whole run
 
 
 def in_environment(
     name: str, arguments: Iterable[str], folder: Path, packages: Path, at: Callable[[int], None]
 ) -> Report:
-    """Run pytest in the environment of a release, or of a block of versions.toml or ecosystem/stacks.toml.
-
-    ``at`` is called with the progress in percent.
-    """
+    # name: a release, or a block of versions.toml or ecosystem/stacks.toml. at: called with the progress in percent
     stack = stacks().get(name)
     wanted = (stack.environment if stack else environments.version(name)).changed(PINS)
     python = environments.make(wanted, folder.resolve())
@@ -143,7 +125,6 @@ def in_environment(
 def reported(
     command: Sequence[str], folder: Path, variables: Mapping[str, str] | None, at: Callable[[int], None]
 ) -> Report:
-    """Run a command that runs pytest, in a folder, and read pytest's JUnit XML report. Without one: RuntimeError."""
     lines = []
     with tempfile.TemporaryDirectory(prefix="fa2patch-") as home:
         report = Path(home, "report.xml")

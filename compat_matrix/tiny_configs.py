@@ -9,8 +9,8 @@ from typing import Any
 
 VOCABULARY = 97
 
+# Names with these endings have media in their rows (tiny_media). "llava" is the text side of "llava:picture".
 MEDIA = (":picture", ":sound")
-"""How names end: ``llava:picture`` is Llava with pictures in its rows (``tiny_media``), ``llava`` is its text side."""
 
 SETTINGS: dict[str, Any] = {
     **dict.fromkeys(
@@ -61,7 +61,6 @@ VISION = {
 
 @functools.cache
 def parameters(cls: Any) -> dict[str, Any]:
-    """The parameters of a config class and its bases, by name."""
     found: dict[str, Any] = {}
     for base in reversed(getattr(cls, "__mro__", ())):
         if "__init__" in vars(base) and base is not object:
@@ -70,7 +69,6 @@ def parameters(cls: Any) -> dict[str, Any]:
 
 
 def made(cls: Any, settings: dict[str, Any]) -> Any:
-    """Return ``cls(**settings)``, with booleans turned into integers where the class insists on integers."""
     for _ in range(8):
         try:
             return cls(**settings)

@@ -11,11 +11,8 @@ import torch
 
 
 def of(module: torch.nn.Module) -> Callable[[], Any]:
-    """Return a function that makes deep copies of a module as it is now.
-
-    The module is pickled once, except its tensors, which every copy clones. A module that cannot be pickled is copied
-    by ``copy.deepcopy``, for example if it holds a local function.
-    """
+    # The module is pickled once, except its tensors, which every copy clones. A module that cannot be pickled is copied
+    # by copy.deepcopy, for example if it holds a local function.
     tensors: dict[int, torch.Tensor] = {}
 
     def number(value: Any) -> int | None:

@@ -1,7 +1,6 @@
 """Tiny models with pictures or sound, and documents for them like those of their processors.
 
-Processors are not run: a document is made of the table of families, by the shapes that the processors' documentation
-gives.
+Processors are not run: documents have the shapes that the processors' documentation gives (``media_families``).
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from .tiny_pictures import Document
 
 
 def model_class(family: str) -> Any:
-    """The model class of a family; an AttributeError if the installed Transformers does not have it."""
+    # It is an AttributeError if the installed Transformers does not have the class.
     transformers = importlib.import_module("transformers")
     cls = getattr(transformers, FAMILIES[family].cls)
     vision = FAMILIES[family].vision
@@ -30,7 +29,7 @@ def model_class(family: str) -> Any:
 
 
 def config_of(family: str, **changes: Any) -> Any:
-    """The tiny config of a family. ``changes`` are settings of the text model's part."""
+    # changes: settings of the text model's part
     if family in NO_CONFIG:
         return tiny_models.config_of(family.partition(":")[0], **changes)
     told, cls = FAMILIES[family], model_class(family).config_class
@@ -89,32 +88,26 @@ def _class_of(cls: Any, name: str) -> Any:
     return type(getattr(cls(), name))
 
 
+# Their pictures have one size in versions whose forward takes no image_sizes.
 _SAME_SIZE = {"pixtral:picture": FAMILIES["pixtral:picture"].make}
-"""Families whose pictures have one size in versions whose forward takes no ``image_sizes``."""
 
 
 @functools.cache
 def arguments(family: str) -> frozenset[str]:
-    """The arguments that the forward of a family's model takes."""
     return frozenset(inspect.signature(model_class(family).forward).parameters)
 
 
 @functools.cache
 def is_expanded(family: str) -> bool:
-    """Whether processors of this version write as many placeholders as a picture or sound has tokens.
-
-    Up to 4.45 (Qwen2-Audio: 4.47) they write one, and the forward makes room for the others.
-    """
+    """Whether processors of this version write as many placeholders as a picture or sound has tokens."""
+    # Up to 4.45 (Qwen2-Audio: 4.47) they write one, and the forward makes room for the others.
     code = inspect.unwrap(model_class(family).forward).__code__
     merges = any(name.startswith("_merge_input_ids_with_") for name in code.co_names)
     return not merges or "legacy_processing" in code.co_varnames
 
 
 def holds_several(family: str) -> bool:
-    """Whether a document may have several pictures.
-
-    In Gemma 3 of 4.50, 4.51 and 4.53 they see each other, so fa2patch refuses them.
-    """
+    # In Gemma 3 of 4.50, 4.51 and 4.53 several pictures of a document see each other, so fa2patch refuses them.
     if not family.startswith("gemma3"):
         return True
     cls = model_class(family)
@@ -127,14 +120,9 @@ def holds_several(family: str) -> bool:
 
 
 def document(family: str, *parts: int | str, seed: int = 0, first: int = 0) -> Document:
-    """What a processor returns for one document, each tensor with a batch dimension where processors give one.
-
-    Args:
-        family: a key of :data:`FAMILIES`.
-        parts: numbers of words, and ``"it"`` for a picture or sound. In PaliGemma the last words are the suffix.
-        seed: of the words and pixels.
-        first: pictures differ in size; the number of the first one.
-    """
+    """What a processor returns for one document, each tensor with a batch dimension where processors give one."""
+    # parts: numbers of words, and "it" for a picture or sound. In PaliGemma the last words are the suffix.
+    # first: the number of the first picture. Pictures differ in size by their numbers.
     told, generator, takes = FAMILIES[family], torch.Generator().manual_seed(seed), arguments(family)
 
     def draw(*shape: int) -> torch.Tensor:
@@ -164,7 +152,7 @@ def document(family: str, *parts: int | str, seed: int = 0, first: int = 0) -> D
 
 
 def _types(both_ways: str, ids: torch.Tensor, suffix: int) -> Document:
-    """What says which tokens see each other: ``token_type_ids``. With a prefix also labels, which only a suffix has."""
+    # With a prefix there are also labels, which only the suffix has.
     if both_ways == "pictures":
         return {"token_type_ids": (ids == PICTURE).long()}
     learned = torch.arange(ids.shape[1])[None] >= ids.shape[1] - suffix
@@ -172,7 +160,7 @@ def _types(both_ways: str, ids: torch.Tensor, suffix: int) -> Document:
 
 
 def _filled(values: list[torch.Tensor], along: int) -> list[torch.Tensor]:
-    """Tensors that are filled with zeros to the largest of each dimension, as processors fill pictures of one call."""
+    # Processors fill pictures of one call with zeros to the largest of each dimension.
     largest = [max(value.shape[dim] for value in values) for dim in range(values[0].dim())]
     filled = []
     for value in values:

@@ -26,39 +26,35 @@ from .tiny_configs import MEDIA, SETTINGS, VISION, VOCABULARY, made, parameters
 from .tiny_overrides import OVERRIDES, RENAMED, SIDES
 from .user_models import models
 
+# For each of these families, what finds its class and what makes its config. Importing tiny_media fills it.
 WITH_MEDIA: dict[str, tuple[Callable[[str], Any], Callable[..., Any]]] = {}
-"""For each of these families what finds its class and what makes its config. Importing ``tiny_media`` fills it."""
 
+# The project began with these families.
 SEEDS = (
     "llama", "mistral", "mixtral", "granite", "dbrx", "falcon", "gemma", "olmo", "phi", "phi3", "qwen2", "qwen2_moe",
     "stablelm", "starcoder2",
 )  # fmt: skip
-"""The fourteen families that the project began with."""
 
+# Their text side is checked. "pixtral" is Llava around a Pixtral tower.
 TEXT_SIDES = (
     "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "gemma3", "llava", "llava_next", "mistral3", "llama4",
     "internvl", "pixtral",
 )  # fmt: skip
-"""Vision-language models whose text side is checked (``pixtral``: Llava around a Pixtral tower)."""
 
+# Without attention, they claim no flash attention.
 WITHOUT_ATTENTION = ("falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm")
-"""Language models without attention, which therefore claim no flash attention."""
 
+# They are checked in float64, because up to a thousandth of a float32 gradient is rounding, packed or not. xLSTM
+# exponentiates sums of gates. Gemma 4's tower adds up small gradients of the places of patches. Jamba normalises what
+# its mixers make of a token: float32 logits of its own padded batch differ by 1e-5 from those of documents alone.
 IN_DOUBLE_PRECISION = ("gemma4:picture", "jamba", "xlstm")
-"""Models checked in float64, because up to a thousandth of a float32 gradient is rounding, packed or not.
 
-xLSTM exponentiates sums of gates. Gemma 4's tower adds up small gradients of the places of patches. Jamba normalises
-what its mixers make of a token: float32 logits of its own padded batch differ by 1e-5 from those of documents alone.
-"""
-
+# They claim no flash attention and have a cell, so that a change of what is refused is seen. Inkling 2's layers also
+# attend over earlier residual blocks, which are no tokens of the row.
 REFUSED = ("inkling2_loop_text",)
-"""Language models that claim no flash attention and have a cell, so that a change of what is refused is seen.
 
-Inkling 2's layers also attend over earlier residual blocks, which are no tokens of the row.
-"""
-
+# "bert:masked" is BERT as an encoder with its masked-LM head; "bert" is BERT as a decoder.
 MASKED = ":masked"
-"""``bert:masked`` is BERT as an encoder with its masked-LM head; ``bert`` is BERT as a decoder."""
 
 ENCODERS = tuple(
     f"{name}{MASKED}"
@@ -68,13 +64,13 @@ ENCODERS = tuple(
         "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod",
     )
 )  # fmt: skip
-"""Models with bidirectional attention."""
 
+# They count positions from the padding id + 1 by default, so documents alone get explicit position ids.
 NOT_FROM_ZERO = (
     "camembert", "data2vec-text", "mpnet", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod",
 )  # fmt: skip
-"""Models that count positions from the padding id + 1 by default; documents alone get explicit position ids."""
 
+# Transformers lists them as causal LMs. Each has the reason why it is not checked.
 OUT_OF_SCOPE = {
     **dict.fromkeys(["musicgen", "musicgen_melody", "moshi", "moss_transcribe_diarize"], "makes or hears sound"),
     **dict.fromkeys(["gemma4_assistant", "gemma4_unified_assistant"], "drafts from another model's keys and values"),
@@ -86,34 +82,26 @@ OUT_OF_SCOPE = {
     "gpt-sw3": "is gpt2 by another name",
     "code_llama": "is llama by another name",
 }
-"""Models that Transformers lists as causal LMs, with the reason why they are not checked."""
 
+# They are scaled up more than the rest, so that rounding to bfloat16 does not route a token to another expert.
 ROUTERS = (".gate.weight", "router.layer.weight", "router.weight")
-"""Weights scaled up more than the rest, so that rounding to bfloat16 does not route a token to another expert."""
 
 
 def architectures() -> list[str]:
-    """List the architectures of the installed Transformers, the fourteen seed families first.
-
-    They are decoders that claim flash attention, language models without attention, text sides, encoders, and models
-    with pictures or sound in their rows.
-    """
     names = {*_auto().MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *TEXT_SIDES, *WITHOUT_ATTENTION, *ENCODERS, *WITH_MEDIA}
     return [*filter(is_present, SEEDS), *sorted(filter(is_present, names - {*SEEDS, *OUT_OF_SCOPE}))]
 
 
 def first_position(model: Any) -> int:
-    """The position of a document's first token."""
     return model.config.pad_token_id + 1 if model.config.model_type in NOT_FROM_ZERO else 0
 
 
 def is_encoder(architecture: str) -> bool:
-    """Whether an architecture has bidirectional attention, and so no next token, no ``generate()`` and no cache."""
+    # An encoder has no next token, no generate() and no cache.
     return architecture.endswith(MASKED)
 
 
 def has_media(architecture: str) -> bool:
-    """Whether an architecture is checked with pictures or sound in its rows."""
     return architecture.endswith(MEDIA)
 
 
@@ -123,11 +111,8 @@ def _auto() -> Any:
 
 @functools.cache
 def is_present(architecture: str) -> bool:
-    """Whether the installed Transformers has an architecture that can be checked.
-
-    It must claim flash attention and must not be an encoder-decoder. A user's config.json, :data:`WITHOUT_ATTENTION`,
-    :data:`REFUSED` and :data:`ENCODERS` need not claim flash attention.
-    """
+    # An architecture must claim flash attention and must not be an encoder-decoder. A user's config.json,
+    # WITHOUT_ATTENTION, REFUSED and ENCODERS need not claim flash attention.
     try:
         cls = model_class(architecture)
     except (KeyError, ImportError, AttributeError):
@@ -154,10 +139,7 @@ def _is_encoder_decoder(cls: Any) -> bool:
 
 
 def model_class(architecture: str) -> Any:
-    """The causal LM class of an architecture, or its vision-language or masked-LM class.
-
-    It is a KeyError or an AttributeError if the installed Transformers does not have it.
-    """
+    # It is a KeyError or an AttributeError if the installed Transformers does not have the class.
     if has_media(architecture):
         return WITH_MEDIA[architecture][0](architecture)
     architecture = models.kind(architecture)
@@ -176,7 +158,7 @@ def model_class(architecture: str) -> Any:
 
 
 def config_of(architecture: str, **changes: Any) -> Any:
-    """Make a tiny config of a model type or a config.json. ``changes`` are for the language model's part of it."""
+    # architecture: a model type, or the path of a config.json. changes: for the language model's part of the config
     if has_media(architecture):
         return WITH_MEDIA[architecture][1](architecture, **changes)
     cls = config_class(architecture)
@@ -188,13 +170,11 @@ def config_of(architecture: str, **changes: Any) -> Any:
 
 
 def text_config_of(architecture: str) -> Any:
-    """The tiny config of an architecture, or its text side if it has one."""
     config = config_of(architecture)
     return getattr(config, "text_config", config)
 
 
 def config_class(architecture: str) -> Any:
-    """The config class of an architecture."""
     return model_class(architecture).config_class
 
 
@@ -230,7 +210,6 @@ def _overrides(architecture: str, cls: Any) -> dict[str, Any]:
 
 
 def _around_text(architecture: str, cls: Any, changes: dict[str, Any]) -> Any:
-    """Make a vision-language config with a tiny text side and the smallest vision side."""
     kinds = importlib.import_module("transformers").CONFIG_MAPPING
     text_kind, vision_kind = SIDES.get(architecture, (None, None))
     text = copy.deepcopy(OVERRIDES.get(architecture, {}))
@@ -259,7 +238,7 @@ def _vision(kinds: Any, kind: str | None, cls: Any) -> Any:
 
 
 def with_layers(architecture: str, layers: int) -> dict[str, Any]:
-    """Config changes that give an architecture ``layers`` layers, whose kinds repeat in order; empty if unknown."""
+    # The kinds of layers repeat in order. Nothing is changed if the config names its number of layers otherwise.
     config = text_config_of(architecture)
     names = [name for name in ("num_hidden_layers", "n_layers", "n_layer", "num_layers") if name in vars(config)]
     if not names:
@@ -278,27 +257,25 @@ def with_layers(architecture: str, layers: int) -> dict[str, Any]:
 
 @functools.cache
 def is_mixture(architecture: str) -> bool:
-    """Whether an architecture has experts. They multiply as many tokens as are routed to them, so rounding varies."""
+    # Experts multiply as many tokens as are routed to them, so rounding varies.
     return has_experts(build(architecture))
 
 
 def has_experts(model: Any) -> bool:
-    """Whether a model has modules that are named as experts are."""
     return any(re.search(r"expert|moe|router", name, re.IGNORECASE) for name, _ in model.named_modules())
 
 
 def _needs_a_window(modeling: Any) -> bool:
-    """Whether this is 4.34 or 4.35, whose flash Mistral fails without a window."""
+    # The flash Mistral of 4.34 and 4.35 fails without a window.
     return not any(hasattr(modeling, name) for name in ("MISTRAL_ATTENTION_CLASSES", *ATTENTION_FUNCTIONS))
 
 
 def modeling(architecture: str) -> Any:
-    """The modeling module of an architecture."""
     return sys.modules[model_class(architecture).__module__]
 
 
 def build(architecture: str, implementation: str = "eager", dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
-    """Build a tiny model in eval mode. Its weights are the same for every implementation."""
+    # The weights are the same for every implementation.
     wanted = (architecture, implementation, f"{sorted(changes.items())} {torch.get_default_dtype()}")
     if wanted not in _made_before:
         if len(_made_before) >= 64:
@@ -313,19 +290,18 @@ def build(architecture: str, implementation: str = "eager", dtype: torch.dtype =
     return model
 
 
+# These functions copy models, because making one takes ten times as long.
 _made_before: dict[tuple[str, str, str], Callable[[], Any]] = {}
-"""Functions that copy models, because making one takes ten times as long."""
 
 
-LARGEST = 5_000_000
-"""The largest number of parameters of a tiny model."""
+LARGEST = 5_000_000  # parameters of a tiny model
 
+# the architectures whose size was checked: without changes of the config, and with the first changes
 _checked: set[tuple[str, bool]] = set()
-"""The architectures whose size was checked: without changes of the config, and with the first changes."""
 
 
 def unfilled(architecture: str, implementation: str, **changes: Any) -> Any:
-    """Build a tiny model in eval mode, with the weights that Transformers gives it."""
+    # The weights are those that Transformers gives the model.
     if architecture == "mistral" and implementation == "flash_attention_2" and _needs_a_window(modeling(architecture)):
         changes = {"sliding_window": 4096, **changes}
     config = config_of(architecture, **changes)
@@ -341,7 +317,7 @@ def unfilled(architecture: str, implementation: str, **changes: Any) -> Any:
 
 
 def _check_size(cls: Any, config: Any) -> None:
-    """Raise a ValueError if a model is not tiny, before it takes any memory."""
+    # This is found before the model takes any memory.
     base = importlib.import_module("transformers").PreTrainedModel
     try:  # torch computes random weights on the meta device in Python, as slowly as those of a model of millions
         with torch.device("meta"), mock.patch.object(base, "init_weights", lambda model: None):
@@ -372,7 +348,7 @@ def _load(cls: Any, config: Any, implementation: str) -> Any:
 
 
 def scale_up(model: Any, seed: int = 0) -> None:
-    """Fill a model with random weights so large that every token affects every later one."""
+    # The weights are so large that every token affects every later one.
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in sorted(model.named_parameters()):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+# ESM scales embeddings by the number of these tokens; rows.documents draws some.
 MASK_TOKEN = 42
-"""The mask token of ESM, which scales embeddings by the number of mask tokens; ``rows.documents`` draws some."""
 
+# Latent attention has as many key heads as query heads.
 LATENT = {"num_key_value_heads": 4, "head_dim": 8}
-"""Latent attention: as many key heads as query heads."""
 
+# the text and vision models inside vision-language models that accept any
 SIDES = {
     "llava": ("llama", "clip_vision_model"),
     "llava_next": ("mistral", "clip_vision_model"),
@@ -17,8 +18,8 @@ SIDES = {
     "mistral3": ("mistral", "pixtral"),
     "internvl": ("qwen2", "internvl_vision"),
 }
-"""The text and vision models inside vision-language models that accept any."""
 
+# rotary embeddings of frames, height and width
 MROPE = {
     **dict.fromkeys(["vision_start_token_id", "vision_end_token_id"], 93),
     "image_token_id": 94,
@@ -26,13 +27,12 @@ MROPE = {
     "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]},
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]},
 }
-"""Rotary embeddings of frames, height and width."""
 
+# Some versions do not have these arguments. Configs there would keep them as attributes without effect.
 RENAMED = (
     "activation_sparsity_pattern", "full_attn_idxs", "layers_block_type", "layer_types", "rope_parameters",
     "use_mamba_kernels",
 )  # fmt: skip
-"""Arguments that some versions do not have. Configs there would keep them as attributes without effect."""
 
 OVERRIDES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(["mistral", "mixtral", "phi3", "starcoder2"], {"sliding_window": None}),
@@ -118,4 +118,3 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "swa_num_key_value_heads": 2, "sliding_window_size": 6, "rel_extent": 16, "unpadded_vocab_size": 97,
     },
 }  # fmt: skip
-"""The settings, by architecture."""

@@ -1,6 +1,6 @@
 """One picture or sound as a processor returns it: the number of its placeholders, and the processor's keys.
 
-Each function takes ``draw``, which makes random tensors of a shape, and a number that chooses among sizes.
+``draw`` makes random tensors of a shape, and ``which`` chooses among sizes.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import torch
 Document = dict[str, torch.Tensor]
 Draw = Callable[..., torch.Tensor]
 
+# heights and widths in pixels, for models that take any
 SIZES = ((28, 28), (28, 56), (56, 28))
-"""Heights and widths of pictures in pixels, for models that take any."""
 
 
 def grid(draw: Draw, which: int) -> tuple[int, Document]:
-    """The Qwen-VL family: patches of 14 x 14 pixels and two frames, four of which become one token."""
+    # Qwen-VL: patches have 14 x 14 pixels and two frames, and four of them become one token.
     grid = ((1, 4, 8), (1, 4, 4), (1, 8, 4))[which % 3]
     patches = grid[0] * grid[1] * grid[2]
     return patches // 4, {
@@ -31,7 +31,7 @@ def plain(draw: Draw, which: int) -> tuple[int, Document]:
 
 
 def crops(draw: Draw, which: int) -> tuple[int, Document]:
-    """LLaVA-Next: the whole picture and its crops. Rows of patches end with one more token each."""
+    # LLaVA-Next takes the whole picture and its crops. Rows of patches end with one more token each.
     height, width = SIZES[which % 3] if which % 3 else (56, 56)
     rows, columns = height // 14, width // 14
     pixels = draw(1, 1 + (height // 28) * (width // 28), 3, 28, 28)
@@ -48,7 +48,7 @@ def any_size(merged: int) -> Callable[[Draw, int], tuple[int, Document]]:
 
 
 def masked(draw: Draw, which: int) -> tuple[int, Document]:
-    """Idefics 2: pictures of any size up to that of the tower."""
+    # Idefics 2 takes pictures of any size up to that of the tower.
     height, width = (28, 28) if which % 2 == 0 else (14, 28)
     return 4, {
         "pixel_values": draw(1, 1, 3, height, width),
@@ -57,13 +57,13 @@ def masked(draw: Draw, which: int) -> tuple[int, Document]:
 
 
 def square(draw: Draw, which: int) -> tuple[int, Document]:
-    """Idefics 3 and SmolVLM: all pictures have the tower's size."""
+    # In Idefics 3 and SmolVLM all pictures have the tower's size.
     mask = torch.ones(1, 1, 28, 28, dtype=torch.long)
     return 4, {"pixel_values": draw(1, 1, 3, 28, 28), "pixel_attention_mask": mask}
 
 
 def positioned(draw: Draw, which: int) -> tuple[int, Document]:
-    """Gemma 4: patches of 4 x 4 pixels with their places, filled to 16. Four of them become one token."""
+    # Gemma 4 takes patches of 4 x 4 pixels with their places, filled to 16. Four of them become one token.
     across, down = ((4, 4), (4, 2), (2, 8))[which % 3]
     places = torch.cartesian_prod(torch.arange(down), torch.arange(across)).flip(-1)
     filled = torch.nn.functional.pad(places, (0, 0, 0, 16 - len(places)), value=-1)
@@ -91,7 +91,7 @@ def phi_sound(draw: Draw, which: int) -> tuple[int, Document]:
 
 
 def sound(draw: Draw, which: int) -> tuple[int, Document]:
-    """Qwen2-Audio: features are filled to the length that the encoder takes. It halves them twice."""
+    # Qwen2-Audio's features are filled to the length that the encoder takes. It halves them twice.
     frames = 16 - 4 * (which % 2)
     mask = (torch.arange(16) < frames).long()[None]
     return (frames // 2 - 2) // 2 + 1, {
@@ -101,7 +101,7 @@ def sound(draw: Draw, which: int) -> tuple[int, Document]:
 
 
 def omni_sound(draw: Draw, which: int) -> tuple[int, Document]:
-    """Qwen2.5-Omni: features of any length."""
+    # Qwen2.5-Omni takes features of any length.
     frames = (16, 12, 20)[which % 3]
     return (frames // 2 - 2) // 2 + 1, {
         "input_features": draw(1, 8, frames),

@@ -18,15 +18,14 @@ from . import environments
 from .screen import Console, Progress, bars
 from .suite import PINS, Report, reported
 
+# The common tests import these modules, which a source distribution lacks. Each has the class that they take of it.
 ABSENT = {"exporters/test_export.py": "ExportTesterMixin", "generation/test_utils.py": "GenerationTesterMixin"}
-"""Modules that the common tests import and a source distribution lacks, each with the class that they take of it."""
 
+# If it is set, every model is patched before its first call.
 PATCHED = "FA2PATCH_UPSTREAM_PATCHED"
-"""The variable that has every model patched before its first call."""
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; returns 1 if a test passes plain and not patched, or if no model was patched."""
     parser = argparse.ArgumentParser(prog="python -m compat_matrix.upstream_tests", description=__doc__)
     parser.add_argument("release", nargs="?", default=environments.NEWEST)
     parser.add_argument("--environments", type=Path, default=environments.HERE.parent / ".compat")
@@ -54,7 +53,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _tests_of(release: str, folder: Path) -> Path:
-    """Download a release's source distribution and return the folder that holds its ``tests``."""
     pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-build-isolation", "--no-binary", ":all:"]
     subprocess.run([*pip, "--dest", str(folder), f"transformers=={release}"], check=True)
     (archive,) = folder.glob("*.tar.gz")

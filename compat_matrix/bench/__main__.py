@@ -16,7 +16,6 @@ from .figures import HERE, PARTS, read, show
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the chosen parts, write a JSON file for each that passed, print the tables; returns pytest's exit code."""
     parser = argparse.ArgumentParser(prog="python -m compat_matrix.bench", description=__doc__)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, metavar="P", help=", ".join(PARTS))
     parser.add_argument("--out", type=Path, default=HERE / "results", help="where a JSON for each part goes")

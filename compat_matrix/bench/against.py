@@ -37,7 +37,6 @@ sys.exit(main(sys.argv[2:]))
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Compare the chosen parts and print a table for each; returns 1 if a run failed, whatever the counts and times."""
     parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     add = parser.add_argument
     add("ref", metavar="REF", help="the commit, branch or tag that is compared with the files of now")
@@ -66,12 +65,11 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def order(rounds: int) -> list[str]:
-    """Return whose turn it is: before, after, after, before, before, ..."""
+    # The turns are before, after, after, before, before, ...
     return [side for turn in range(rounds) for side in (SIDES if turn % 2 == 0 else SIDES[::-1])]
 
 
 def run(packages: Path, given: argparse.Namespace) -> dict[str, Rows]:
-    """Run the parts once on the fa2patch in a folder and return their rows; a failed run ends the command."""
     with tempfile.TemporaryDirectory() as out:
         command = [sys.executable, "-c", _RUN, str(packages), "--parts", *given.parts, "--out", out]
         # in one word, or pytest takes the folder for a place of tests, and its parent's settings for the bench's
@@ -85,11 +83,8 @@ def run(packages: Path, given: argparse.Namespace) -> dict[str, Rows]:
 
 
 def compared(before: list[Rows], after: list[Rows]) -> Rows:
-    """Return a row for each time and count of a part, from the rows of all runs of both sides.
-
-    A column is a time if its name has a unit; rates (``.../s``) become times. Other whole numbers are counts. Ratios
-    and limits are left out.
-    """
+    # A column is a time if its name has a unit; rates (".../s") become times. Other whole numbers are counts. Ratios
+    # and limits are left out.
     made = []
     for rows in zip(*before, *after):
         labels = {column: cell for column, cell in rows[0].items() if isinstance(cell, str)}
@@ -104,11 +99,8 @@ def compared(before: list[Rows], after: list[Rows]) -> Rows:
 
 
 def judged(before: list[float], after: list[float], timed: bool) -> dict[str, Any]:
-    """Return both sides' medians, their ratio, the noise of times, and which side is more.
-
-    The noise is the most by the least of a side's own runs, for the side where that is larger. Without values above
-    zero there is no ratio, and times are not compared.
-    """
+    # The noise is the most by the least of a side's own runs, for the side where that is larger. Without values above
+    # zero there is no ratio, and times are not compared.
     first, last = statistics.median(before), statistics.median(after)
     positive = min(*before, *after) > 0
     noise = max(max(side) / min(side) for side in (before, after)) if timed and positive else 1.0

@@ -16,8 +16,8 @@ from ..ecosystem.stacks import stacks
 from . import memory
 from .budget import OWN, PADDED
 
+# The loss of TRL 1.16 reserves half a MB for each token, for any vocabulary: more than all else of a tiny model.
 STACK = "trl-0.19.1"
-"""The loss of TRL 1.16 reserves half a MB for each token, for any vocabulary: more than all else of a tiny model."""
 
 KINDS = {
     "trainer": "Trainer",
@@ -28,13 +28,13 @@ KINDS = {
     "kto": "KTOTrainer",
     "grpo": "GRPOTrainer",
 }
+# budgets, by the part that they are of a mean batch's tokens
 PARTS = {"2": 2.0, "1": 1.0, "1/2": 0.5}
-"""Budgets, by the part that they are of a mean batch's tokens."""
 
 
 @pytest.fixture
 def stack(quick: bool, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A function that trains one trainer one way in a process of the stack."""
+    # The function trains one trainer one way, in a process of the stack.
     wanted = stacks()[STACK]
     python = environments.make(wanted.environment, folder)
     tests = commits.ROOT / "tests"
@@ -88,7 +88,7 @@ def bench_budget(rows: Any, quick: bool, stack: Any, kind: str) -> None:
 
 
 def off(found: dict[str, Any], padded: dict[str, Any]) -> npt.NDArray[np.float64]:
-    """How far the gradients of two trainings are apart: the norm of the difference in each batch, ``[batches]``."""
+    # Each batch has the norm of the difference.
     pairs = zip(found["gradients"], padded["gradients"], strict=True)
     far = [sum(float((one[name] - each).square().sum()) for name, each in other.items()) for one, other in pairs]
     return np.sqrt(far)

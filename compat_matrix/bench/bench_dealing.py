@@ -19,21 +19,20 @@ from fa2patch import packing
 
 from .workloads import DISTRIBUTIONS
 
-EACH = 32
-"""Examples per rank and step."""
+EACH = 32  # examples per rank and step
 
+# Lengths, and the tokens of a pass. The long tail is Pareto's with an exponent of 1.1, from 100 tokens on.
 LENGTHS: dict[str, tuple[Callable[[int], Any], int]] = {
     **{name: (each.draw, 8192) for name, each in DISTRIBUTIONS.items()},
     "uniform, 1 to 4096": (lambda count: np.random.default_rng(0).integers(1, 4097, count), 8192),
     "long tail, to 32768": (lambda count: 100 * (1 + np.random.default_rng(0).pareto(1.1, count)).clip(0, 327), 32768),
 }
-"""Lengths and the tokens of a pass. The long tail is Pareto's with an exponent of 1.1, from 100 tokens on."""
 
 Passes = list[list[Any]]
 
 
 def functions(file: Path) -> SimpleNamespace:
-    """Run the functions of a file of another package; what it imports and this environment lacks is a mock."""
+    # What the file imports and this environment lacks is a mock.
     names: dict[str, Any] = {}
     for node in ast.parse(file.read_text(encoding="utf-8")).body:
         if isinstance(node, (ast.Import, ast.ImportFrom)):
@@ -44,12 +43,11 @@ def functions(file: Path) -> SimpleNamespace:
 
 
 def of_fa2patch(lengths: Any, ranks: int, budget: int) -> Passes:
-    """Deal with `packing.deal`."""
     return packing.deal(lengths, ranks, budget).passes
 
 
 def of_verl(verl: Any, lengths: Any, ranks: int, budget: int) -> Passes:
-    """Deal as verl's trainer does, and cut into as many micro-batches as the rank that needs the most."""
+    # A step is dealt as by verl's trainer, and cut into as many micro-batches as the rank that needs the most.
     work = verl.calculate_workload(torch.from_numpy(lengths)).tolist()
     batches = verl.get_seqlen_balanced_partitions(work, ranks, equal_size=True)
 
@@ -66,7 +64,7 @@ def of_verl(verl: Any, lengths: Any, ranks: int, budget: int) -> Passes:
 
 
 def of_unsloth(unsloth: Any, lengths: Any, ranks: int, budget: int) -> Passes:
-    """Deal as Unsloth's sampler does, and cut as its training step does. Ranks may need different numbers of passes."""
+    # A step is dealt as by Unsloth's sampler, and cut as by its training step. Ranks may differ in passes.
     dealt = unsloth.balance_step_indices(list(range(len(lengths))), lengths.tolist(), len(lengths) // ranks, 1, ranks)
     found = []
     for batch in np.array(dealt).reshape(ranks, -1):
@@ -79,7 +77,7 @@ def of_unsloth(unsloth: Any, lengths: Any, ranks: int, budget: int) -> Passes:
 
 
 def planners(others: Path | None) -> dict[str, Callable[..., Passes]]:
-    """Return the planners that are compared: those of other packages only if the folder holds them."""
+    # Planners of other packages are compared only if the folder holds them.
     found: dict[str, Callable[..., Passes]] = {"fa2patch": of_fa2patch}
     for name, pattern, deal in (
         ("verl", "**/verl/utils/seqlen_balancing.py", of_verl),
@@ -93,7 +91,6 @@ def planners(others: Path | None) -> dict[str, Callable[..., Passes]]:
 
 
 def judged(lengths: Any, passes: Passes, budget: int) -> dict[str, float]:
-    """Return the figures of a step."""
     costs, most = packing.example_costs(lengths), max(map(len, passes))
     of_passes = np.zeros((len(passes), most))
     for rank, cuts in enumerate(passes):

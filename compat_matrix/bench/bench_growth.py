@@ -17,48 +17,40 @@ from fa2patch.documents.stated import from_cu_seqlens
 
 from .workloads import FLAN, small_llama
 
-LENGTH = 100
-"""The tokens of each document of a row."""
+LENGTH = 100  # tokens of each document of a row
 
 
 def ids_of(tokens: int) -> torch.Tensor:
-    """Return the position ids of a row of documents of :data:`LENGTH` tokens."""
     return (torch.arange(tokens) % LENGTH)[None]
 
 
 def from_ids(tokens: int) -> Callable[[], Any]:
-    """Find documents from position ids."""
     ids = ids_of(tokens)
     return lambda: recognise((1, tokens), ids.device, position_ids=ids)
 
 
 def from_ids_and_mask(tokens: int) -> Callable[[], Any]:
-    """Find documents from position ids beside a mask of ones."""
     ids, mask = ids_of(tokens), torch.ones(1, tokens, dtype=torch.int64)
     return lambda: recognise((1, tokens), ids.device, position_ids=ids, attention_mask=mask)
 
 
 def from_lengths(tokens: int) -> Callable[[], Any]:
-    """Check the collator's lengths against position ids."""
     ids, cu = ids_of(tokens), torch.arange(0, tokens + 1, LENGTH, dtype=torch.int32)
     return lambda: from_cu_seqlens(cu, LENGTH, (1, tokens), position_ids=ids)
 
 
 def plan(count: int) -> Callable[[], Any]:
-    """Plan rows of 4096 tokens for examples."""
     lengths = np.array(FLAN.draw(count))
     return lambda: packing.plan(lengths, 4096)
 
 
 def apply_to_modules(modules: int) -> Callable[[], Any]:
-    """Patch a model that holds more modules."""
     model = small_llama(2, 64)
     model.more = torch.nn.ModuleList(torch.nn.Identity() for _ in range(modules))
     return lambda: fa2patch.revert(fa2patch.apply(model).model)
 
 
 def forward_with_modules(modules: int) -> Callable[[], Any]:
-    """Compute a packed row of 16 tokens with a model that holds more modules."""
     model = small_llama(2, 64).eval()
     model.more = torch.nn.ModuleList(torch.nn.Identity() for _ in range(modules))
     fa2patch.apply(model)
@@ -67,7 +59,6 @@ def forward_with_modules(modules: int) -> Callable[[], Any]:
 
 
 def apply_to_experts(layers: int) -> Callable[[], Any]:
-    """Patch a mixture of 512 experts a layer, on the meta device."""
     from transformers import MixtralConfig, MixtralForCausalLM
 
     sizes = {"hidden_size": 64, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}
@@ -78,6 +69,7 @@ def apply_to_experts(layers: int) -> Callable[[], Any]:
     return lambda: fa2patch.revert(fa2patch.apply(model).model)
 
 
+# what grows, to what number
 GROWS: dict[str, tuple[Callable[[int], Callable[[], Any]], int]] = {
     "tokens with position ids": (from_ids, 1_000_000),
     "tokens with position ids and a mask of ones": (from_ids_and_mask, 1_000_000),
@@ -87,7 +79,6 @@ GROWS: dict[str, tuple[Callable[[int], Callable[[], Any]], int]] = {
     "modules in apply": (apply_to_modules, 78_000),
     "layers of 512 experts in apply": (apply_to_experts, 200),
 }
-"""What grows, to what number."""
 
 
 @pytest.mark.parametrize("what", GROWS)

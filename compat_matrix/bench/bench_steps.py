@@ -24,12 +24,11 @@ from .workloads import BY_HAND, DISTRIBUTIONS, ByHand, packed, padded, small_lla
 
 _ITSELF = "compat_matrix.bench.bench_steps"
 TOKENS = 2048
+# the numbers of documents of equal length, beside which lengths are drawn
 EQUAL = (64, 512, 2048, 1)
-"""The numbers of documents of equal length, beside which lengths are drawn."""
 
 
 def kinds(tokens: int) -> dict[str, list[int]]:
-    """Return the lengths of documents of ``tokens`` tokens in all, by their kind."""
     drawn = {name: workloads.cut(each.scaled(0.25).draw(tokens), tokens) for name, each in DISTRIBUTIONS.items()}
     drawn["uniform, 1 to 64"] = workloads.cut(layouts()["uniform, 1 to 64"], tokens)
     return {
@@ -41,7 +40,7 @@ def kinds(tokens: int) -> dict[str, list[int]]:
 def one_by_one(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Boundaries, options: Options
 ) -> torch.Tensor:
-    """SDPA called by hand for each document; with one call for all of them if they have one length."""
+    # Documents of one length need one call.
     lengths = documents.lengths
     if len({*lengths}) == 1:
         states = [x.view(len(lengths), lengths[0], *x.shape[1:]).transpose(1, 2) for x in (q, k, v)]
@@ -56,7 +55,7 @@ def one_by_one(
 
 
 class Operators(TorchDispatchMode):
-    """Counts the operators that are started inside the block, without views and allocations."""
+    # Views and allocations start nothing and are not counted.
 
     number = 0
 
@@ -69,10 +68,7 @@ class Operators(TorchDispatchMode):
 
 
 def steps(lengths: list[int], layers: int, hidden: int, only: str = "") -> dict[str, Callable[[], Any]]:
-    """Return forward and backward of the same documents by rival, or of one rival only.
-
-    Padding of more than :data:`MOST_PADDING` times the tokens is left out.
-    """
+    # Padding of more than MOST_PADDING times the tokens is left out. only: the one rival that is made
     docs = workloads.documents(lengths)
     ByHand(one_by_one, workloads.boundaries_of(lengths))
     batches: dict[str, Callable[[], dict[str, Any]]] = {
@@ -149,7 +145,6 @@ def bench_memory(rows: list[Any], quick: bool, kind: str) -> None:
 
 
 def main(kind: str, rival: str, tokens: str, layers: str, hidden: str) -> None:
-    """Print the bytes that a rival's step on documents of one kind adds."""
     torch.set_num_threads(1)
     step = steps(kinds(int(tokens))[kind], int(layers), int(hidden), only=rival)[rival]
     print(memory.added(step))

@@ -19,7 +19,7 @@ MAX_TOKENS = 4096
 
 
 class Documents:
-    """Documents that are made when they are read, of FLAN-like lengths that repeat after 10^5 documents."""
+    # The documents are made when they are read. Their FLAN-like lengths repeat after 10^5 documents.
 
     def __init__(self, count: int) -> None:
         self.count, self.at = count, 0
@@ -32,10 +32,9 @@ class Documents:
 
 
 class Resumable(Documents):
-    """The same documents, with a position that can be saved."""
+    # These documents have a position that can be saved.
 
     def state_dict(self) -> dict[str, int]:
-        """Return the position."""
         return {"at": self.at}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
@@ -59,7 +58,6 @@ def bench_streams(rows: list[Any], quick: bool, documents: int, kind: str) -> No
 
 
 def main(kind: str, documents: str) -> None:
-    """Print the peak, the size of the largest state and how full the rows are, as JSON."""
     stream = packing.stream(KINDS[kind](int(documents)), MAX_TOKENS)
     states = [0]
 

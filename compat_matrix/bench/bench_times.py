@@ -22,8 +22,8 @@ from fa2patch.kernels.reference import Reference
 from . import own_time, workloads
 from .workloads import DISTRIBUTIONS, FLAN, Batch, Distribution, documents, packed, padded, small_llama
 
+# from q, k and v [tokens, heads, dim] to an output of q's shape
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""Maps q, k and v ``[tokens, heads, dim]`` to an output of q's shape."""
 
 
 @pytest.mark.parametrize("way", own_time.WAYS)
@@ -55,12 +55,12 @@ def bench_overhead(rows: list[Any], turns: Any, way: str) -> None:
 # --- attention ------------------------------------------------------------------------------------------------
 
 HEADS, KEY_HEADS, DIM, TOKENS = 8, 2, 64, 2048
+# A padded batch of more times the row's tokens is not measured: it would take most of the part's time.
 MOST_PADDING = 16
-"""A padded batch of more times the row's tokens is not measured: it would take most of the part's time."""
 
 
 def layouts() -> dict[str, list[int]]:
-    """Return lengths by name: the same tokens as 1, 2, 4, ... equal documents, and as documents of many lengths."""
+    # The same tokens are 1, 2, 4, ... equal documents, and documents of many lengths.
     counts = [2**power for power in range(TOKENS.bit_length())]
     drawn = np.random.default_rng(0)
     uniform = drawn.integers(1, 64, TOKENS, endpoint=True)
@@ -75,11 +75,8 @@ def layouts() -> dict[str, list[int]]:
 
 
 def attentions(lengths: list[int], backward: bool) -> dict[str, Attention]:
-    """Return ways to compute causal attention within documents, by name: the reference, and what torch has for it.
-
-    There is no *batched* without equal lengths, no *padded* that would hold :data:`MOST_PADDING` times the tokens, and
-    no FlexAttention with a backward, which torch does not have on a CPU.
-    """
+    # There is no "batched" without equal lengths, and no "padded" that would hold MOST_PADDING times the tokens. torch
+    # has no backward of FlexAttention on a CPU.
     kernel, where, longest = Reference(), workloads.boundaries_of(lengths), max(lengths)
     shape = len(lengths), longest
     places = torch.cat([torch.arange(length) + row * longest for row, length in enumerate(lengths)])
@@ -151,7 +148,7 @@ def bench_kernels(rows: list[Any], turns: Any, quick: bool, name: str, backward:
 
 
 class Trainee:
-    """A model that trains on the mini-batches one after the other, and its losses."""
+    # It trains on the mini-batches one after the other.
 
     def __init__(self, batches: list[Batch], layers: int, hidden: int, patched: bool = False) -> None:
         self.model, self.left, self.losses = small_llama(layers, hidden), iter(batches), list[float]()

@@ -1,12 +1,7 @@
 """Trains one of the trainers that the tests have, padded or with a budget of tokens, and writes what it took.
 
-``python -m compat_matrix.bench.budget KIND WAY STEPS OUT [ALONG]`` runs in the environment of a stack, with
-``tests/helpers`` and ``tests/integrations/scripts`` on ``PYTHONPATH``. The part *budget* starts it. OUT gets the
-weights, the optimizer's steps, the weights before each batch and the gradients after it, its loss and its peak of
-memory, the passes of a batch, the tokens of a padded one, and the operations of its first batches.
-
-ALONG is the OUT of another training. This one is then in bf16, and begins each batch with that one's weights, so that
-gradients of the same weights are compared: in bf16, two trainings are soon far apart whatever rounds them.
+The part *budget* starts ``python -m compat_matrix.bench.budget KIND WAY STEPS OUT [ALONG]`` in the environment of a
+stack, with ``tests/helpers`` and ``tests/integrations/scripts`` on ``PYTHONPATH``. OUT gets what was found.
 """
 
 from __future__ import annotations
@@ -28,12 +23,13 @@ CPU = ProfilerActivity.CPU
 
 PADDED = "padded"
 
+# The operations of so many first batches are counted. Counting takes memory, so the others' peaks are taken.
 COUNTED = 5
-"""The number of first batches whose operations are counted. Counting takes memory, so the others' peaks are taken."""
 
 
 def main(kind: str, way: str, steps: str, out: str, along: str = "") -> None:
-    """Train, and write what was found."""
+    # along: the "out" of another training. This one is then in bf16, and begins each batch with that one's weights, so
+    # that gradients of the same weights are compared: in bf16, two trainings are soon far apart whatever rounds them.
     torch.set_num_threads(1)
     trainer = made(kind, way, int(steps), bool(along))
     given = torch.load(along)["before"] if along else []
@@ -77,12 +73,12 @@ def main(kind: str, way: str, steps: str, out: str, along: str = "") -> None:
     torch.save(found, out)
 
 
+# Kinds of Transformers' Trainer: its own loss, the same in code that is not known, and with a router loss.
 OWN = ("trainer", "any", "router")
-"""Kinds of Transformers' Trainer: its own loss, the same in code that is not known, and with a router loss."""
 
 
 def made(kind: str, way: str, steps: int, bf16: bool = False) -> Any:
-    """Make a trainer of the tests: Transformers' Trainer, or one of TRL's. GRPO's completions are drawn in advance."""
+    # GRPO's completions are drawn in advance.
     if kind not in OWN:
         script = importlib.import_module("trl_groups" if kind == "grpo" else "trl_pairs")
         script.config = functools.partial(script.config, bf16=bf16)  # type: ignore[attr-defined]
@@ -110,18 +106,15 @@ def made(kind: str, way: str, steps: int, bf16: bool = False) -> Any:
 
 
 def count(tokens: list[int], model: Any, args: Any, kwargs: Any) -> None:
-    """Note the real tokens of a call with gradients."""
+    # Only calls with gradients count, and only real tokens.
     if torch.is_grad_enabled() and model.training:
         mask = kwargs.get("attention_mask")
         tokens.append(int(mask.sum()) if mask is not None else kwargs["input_ids"].numel())
 
 
 def peak(profile: Any) -> int:
-    """Return the most bytes of tensors that a profiled step had in use beyond those in use before it.
-
-    The allocator's own records add up to it, so it is the same in every run. The peak of a process is not: what a C
-    library keeps of freed memory is as much as a small model needs.
-    """
+    # The allocator's own records add up to the peak, so it is the same in every run. The peak of a process is not: what
+    # a C library keeps of freed memory is as much as a small model needs.
     events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
     events.sort(key=lambda event: event.start_ns())
     return max(itertools.accumulate(event.nbytes() for event in events), default=0)

@@ -23,20 +23,16 @@ from . import figures
 
 
 class Rows(list):  # type: ignore[type-arg]
-    """The rows of a part's result; ``on`` says what was measured on, where device and versions do not say it all."""
-
-    on = ""
+    on = ""  # what was measured on, where device and versions do not say it all
 
 
 class Taken(dict):  # type: ignore[type-arg]
-    """The seconds of each rival, round by round."""
+    # It holds the seconds of each rival, round by round.
 
     def ms(self, name: str) -> float:
-        """Return a rival's median time in milliseconds."""
         return round(1e3 * statistics.median(self[name]), 4)
 
     def ratio(self, name: str, other: str) -> float:
-        """Return the median over the rounds of a rival's time divided by another's in the same round."""
         return round(statistics.median(a / b for a, b in zip(self[name], self[other])), 4)
 
 
@@ -45,7 +41,6 @@ FAILED = pytest.StashKey["set[str]"]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the options of ``python -m compat_matrix.bench``."""
     add = parser.getgroup("fa2patch").addoption
     add("--quick", action="store_true", help="only see that it runs: tiny, and few repeats")
     add("--out", type=Path, help="folder that a result file of each part goes to; without it, none is written")
@@ -54,7 +49,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Use one thread and no network."""
     os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error")
     torch.set_num_threads(1)
     config.stash[FOUND], config.stash[FAILED] = {}, set()
@@ -62,7 +56,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Iterator[Any]:
-    """Note which parts have a bench that did not pass: an hour of the others is not lost."""
+    # Only the parts of these benches are not written: an hour of the others is not lost.
     report = yield
     if not report.passed:
         item.config.stash[FAILED].add(_part(item))
@@ -74,7 +68,7 @@ def _part(item: Any) -> str:
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """Write a result file for each part of which all benches passed. A docstring holds what it is, and its notes."""
+    # A bench's docstring holds what it is, and its notes.
     out, quick = (session.config.getoption(name) for name in ("--out", "--quick"))
     ended = exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
     passed = session.config.stash[FOUND].keys() - session.config.stash[FAILED]
@@ -90,25 +84,23 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 
 @pytest.fixture
 def quick(request: pytest.FixtureRequest) -> bool:
-    """Whether a bench is run only to see that it runs."""
     return bool(request.config.getoption("--quick"))
 
 
 @pytest.fixture
 def folder(request: pytest.FixtureRequest) -> Path:
-    """The folder of environments."""
     return Path(request.config.getoption("--environments")).resolve()
 
 
 @pytest.fixture
 def rows(request: pytest.FixtureRequest) -> Rows:
-    """The rows of this bench's part, to which each of its parameters adds some."""
+    # Each parameter of a bench adds rows to its part.
     return request.config.stash[FOUND].setdefault(_part(request.node), (request.function.__doc__, Rows()))[1]
 
 
 @pytest.fixture
 def turns(benchmark: Any, quick: bool) -> Callable[..., Taken]:
-    """A function that calls rivals in turns, A, B, A, B, so that other load on the machine affects all of them."""
+    # Rivals are called in turns, A, B, A, B, so that other load on the machine affects all of them.
     warnings.simplefilter("ignore")
 
     def timed(rivals: Mapping[str, Callable[[], Any]], rounds: int, warm_up: int = 1) -> Taken:

@@ -45,10 +45,10 @@ from fa2patch.kernels.varlen import PARAMETERS, EntryPoint, FlashAttn, FlashAttn
 from .. import environments
 from ..check.reads import DISPATCHED
 
+# The last release of each minor. Each environment takes about 5 GB, unless the package index has a build for CPUs.
 TORCH = (
     "2.4.1", "2.5.1", "2.6.0", "2.7.1", "2.8.0", "2.9.1", "2.10.0", "2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0",
 )  # fmt: skip
-"""The last release of each minor. Each environment takes about 5 GB, unless the package index has a build for CPUs."""
 
 TRANSFORMERS = environments.newest().transformers
 SCHEMAS = Path(__file__).with_name("aten_schemas.json")
@@ -59,21 +59,21 @@ OPERATORS = (
 
 # --- counting operators ---------------------------------------------------------------------------------------
 
+# "copies" move values without computing any. "others" are neither kernels, copies nor reads.
 KINDS = ("kernel", "copies", "others", "reads")
-"""``copies`` move values without computing any. ``others`` are neither kernels, copies nor reads."""
 
 COPIES = {
     "clone", "_to_copy", "copy_", "constant_pad_nd", "cat", "index", "index_select", "repeat_interleave", "index_copy",
     "index_put", "index_put_", "slice_backward", "contiguous", "pin_memory",
 }  # fmt: skip
 ALLOCATES = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "lift_fresh")
+# The operators of this namespace take the place of kernels that are no operators of torch.
 OF_STAND_INS = "fa2patch_dry"
-"""The namespace of the operators in the place of kernels that are no operators of torch."""
 
 
 @contextlib.contextmanager
 def counted() -> Iterator[Counter[str]]:
-    """Count the operators within the block by ``KINDS``. Views and allocations start nothing and are not counted."""
+    # Views and allocations start nothing and are not counted.
     found: Counter[str] = Counter(dict.fromkeys(KINDS, 0))
 
     class Counting(TorchDispatchMode):
@@ -108,12 +108,12 @@ _library.impl("made", lambda like: [torch.empty_like(x) for x in like], "Meta")
 
 
 def _made(*like: torch.Tensor) -> list[torch.Tensor]:
-    """Start one operator, which stands for a kernel: it returns tensors of these shapes."""
+    # One operator stands for a kernel. It returns tensors of these shapes.
     return list(getattr(torch.ops, OF_STAND_INS).made(like))
 
 
 class _Attention(torch.autograd.Function):
-    """One operator forward and one backward, as the autograd functions of flash-attn and of FlexAttention."""
+    # One operator forward and one backward, as in the autograd functions of flash-attn and of FlexAttention.
 
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None) -> Any:
@@ -127,14 +127,14 @@ class _Attention(torch.autograd.Function):
 
 
 def _varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **arguments: Any) -> torch.Tensor:
-    """``flash_attn_varlen_func``: q, k and v ``[tokens, heads, head dim]``, and the output in q's layout."""
+    # It stands for flash_attn_varlen_func: q, k and v are [tokens, heads, head dim], and the output has q's layout.
     sinks = next((arguments[name] for name in PARAMETERS["sinks"] if name in arguments), None)
     output: torch.Tensor = _Attention.apply(q, k, v, sinks)[0]  # type: ignore[no-untyped-call]
     return output
 
 
 def _flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **arguments: Any) -> Any:
-    """``flex_attention``: q, k and v ``[1, heads, tokens, head dim]``. Its output has q's layout."""
+    # It stands for flex_attention: q, k and v are [1, heads, tokens, head dim], and the output has q's layout.
     laid = [x.transpose(1, 2) for x in (q, k, v)]
     output, lse = (x.transpose(1, 2) for x in _Attention.apply(*laid, None))  # type: ignore[no-untyped-call]
     if arguments.get("return_aux"):  # from torch 2.9 on, in the place of return_lse
@@ -143,16 +143,14 @@ def _flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **arguments: Any) -
 
 
 def _block_mask(visible: Callable[..., Any], *unused: Any) -> Any:
-    """``create_block_mask``, compiled: one operator, made of the tensors that ``visible`` refers to."""
+    # It stands for a compiled create_block_mask: one operator, made of a tensor that "visible" refers to.
     held = (cell.cell_contents for cell in visible.__closure__ or ())
     return _made(next(x for x in held if isinstance(x, torch.Tensor)))[0]
 
 
 def kernels() -> dict[str, tuple[Kernel, Callable[..., torch.Tensor]]]:
-    """The kernels that ``auto`` tries on a GPU, by name and best first, each with the same computation by hand.
-
-    By hand it is called as ``call(q, k, v, cu_seqlens, longest, scale)``, for documents without options.
-    """
+    # Best first, as "auto" tries them on a GPU. Each has the same computation by hand, for documents without options:
+    # call(q, k, v, cu_seqlens, longest, scale).
 
     def here(kernel: type[Kernel], **members: Any) -> Kernel:
         made: Kernel = type(kernel.__name__, (kernel,), {"available": lambda self: (True, ""), **members})()
@@ -186,11 +184,9 @@ LENGTHS, PARENTS, SPANS, HEADS = (70, 50, 10, 90, 60), (-1, 0, 0, 2, 2), ((5, 15
 
 
 class Case(NamedTuple):
-    """A kind of layer, or of row. ``value_dim`` 0 is ``head_dim``."""
-
     key_heads: int = HEADS
     head_dim: int = 64
-    value_dim: int = 0
+    value_dim: int = 0  # 0 stands for head_dim
     window: int | None = None
     sinks: bool = False
     trees: bool = False
@@ -211,13 +207,8 @@ CASES = {
 
 
 def trace(kernel: Kernel, by_hand: Any, case: Case) -> dict[str, Any]:
-    """Count two layers of one row, and for a plain layer the kernel called by hand.
-
-    Returns:
-        By direction, the counts of the ``first`` layer, of a ``later`` one and of the ``bare`` kernel. A direction
-        that torch cannot trace has the reason ``why`` in the place of its counts, and so has a case that the kernel
-        does not support.
-    """
+    # By direction: the counts of the "first" layer, of a "later" one and of the "bare" kernel. A direction that torch
+    # cannot trace has the reason "why" in their place. So has a case that the kernel does not support.
     rows, sinks = _states(case, "cpu", False)
     asked = asked_by(*rows, Options(window=case.window, sinks=sinks), case.trees, case.spans)
     able, why = kernel.supports(asked._replace(device="cuda", gradients=True))
@@ -270,7 +261,7 @@ def _states(case: Case, device: str, gradients: bool) -> tuple[list[torch.Tensor
 
 
 def _boundaries(case: Case, device: str) -> Boundaries:
-    """The row's boundaries, with what the forward has read from the device before the first layer."""
+    # They hold what the forward has read from the device before the first layer.
     ends = np.cumsum([0, *LENGTHS])
     made: Any = {"dtype": torch.int32, "device": device}
     parents = torch.empty(len(LENGTHS), **made) if case.trees else None
@@ -292,7 +283,6 @@ COLUMNS = ("kernel calls", "copies", "others")
 
 
 def here() -> dict[str, Any]:
-    """Trace every kernel and case with this torch; return its version, and the cells of each case and kernel."""
     cases = {case: {name: trace(*bare, CASES[case]) for name, bare in kernels().items()} for case in CASES}
     cells = {
         case: {name: _cells(found, cases["plain"][name]) for name, found in of.items()} for case, of in cases.items()
@@ -301,7 +291,7 @@ def here() -> dict[str, Any]:
 
 
 def _cells(found: dict[str, Any], plain: dict[str, Any]) -> dict[str, Any]:
-    """A row's numbers: what a later layer starts beyond what the kernel starts by itself, when called by hand."""
+    # A row has what a later layer starts beyond what the kernel starts when it is called by hand.
     if "why" in found:
         return {"forward: kernel calls": found["why"]}
     cells: dict[str, Any] = {}
@@ -320,10 +310,8 @@ def _cells(found: dict[str, Any], plain: dict[str, Any]) -> dict[str, Any]:
 
 
 def merged(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row for each case and different numbers, with the kernels and the versions of torch that have them.
-
-    What the batch's first layer adds may differ between these versions. It is that of the newest.
-    """
+    # Kernels and versions of torch with the same numbers share a row. What the batch's first layer adds may differ
+    # between these versions. It is that of the newest.
     every = [run["torch"] for run in runs]
     rows = []
     for case in runs[0]["cases"]:
@@ -341,7 +329,7 @@ def merged(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def in_words(some: list[str], every: list[str]) -> str:
-    """The versions in words: ``all``, or runs such as ``2.4 to 2.6``."""
+    # It is "all", or runs such as "2.4 to 2.6".
     minors = [version.rpartition(".")[0] for version in every]
     found = evidence.stretches(minors, {version.rpartition(".")[0] for version in some})
     return "all" if some == every else ", ".join(" to ".join(dict.fromkeys(run)) for run in found)
@@ -351,7 +339,7 @@ def in_words(some: list[str], every: list[str]) -> str:
 
 
 def measure(folder: Path, versions: Iterable[str] = TORCH) -> list[dict[str, Any]]:
-    """Trace in each version's own environment, kept in ``folder``, and process; return the rows of the part."""
+    # folder: of the versions' environments
     from ..screen import Console, track  # not above: the environments have no rich
 
     runs = []
@@ -364,7 +352,7 @@ def measure(folder: Path, versions: Iterable[str] = TORCH) -> list[dict[str, Any
 
 
 def with_version(known: dict[str, list[str]], version: str, schemas: list[str]) -> dict[str, list[str]]:
-    """The versions by schema, with this version's schemas in the place of those known for it. Both are sorted."""
+    # This version's schemas take the place of those known for it. Schemas and versions are sorted.
     pairs = [(schema, other) for schema, others in known.items() for other in others if other != version]
     pairs += [(schema, version) for schema in schemas]
     found: dict[str, list[str]] = {}
@@ -374,7 +362,6 @@ def with_version(known: dict[str, list[str]], version: str, schemas: list[str]) 
 
 
 def main() -> None:
-    """Print what is traced with this torch as one JSON object, or write its schemas."""
     parser = argparse.ArgumentParser(prog="python -m compat_matrix.bench.dry", description=__doc__)
     parser.add_argument("--schemas", action="store_true")
     if parser.parse_args().schemas:

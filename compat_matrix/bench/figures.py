@@ -23,20 +23,19 @@ from . import gpu_page
 
 HERE = Path(__file__).parent
 COMMAND = "python -m compat_matrix.bench.figures"
+# The names of a GPU's results begin with it. python -m compat_matrix.bench.first_gpu makes them.
 GPU = "first_gpu"
-"""What the names of results of a GPU begin with; ``python -m compat_matrix.bench.first_gpu`` makes them."""
 
+# What is measured on a CPU, in the order of BENCH.md. Each has a result file and a function bench_...
 PARTS = [
     "calls", "startup", "overhead", "growth", "syncs", "dry", "kernels", "steps", "memory", "training", "sharing",
     "embeddings", "packing", "dealing", "budget", "streams",
 ]  # fmt: skip
-"""What is measured on a CPU, in the order of BENCH.md: a result file and a function ``bench_...`` for each."""
 
 Result = dict[str, Any]
 
 
 def header(command: str, device: str = "cpu") -> dict[str, Any]:
-    """Return the command that repeats the measurement, and the commit, date, device and versions."""
     import torch  # not above: the page is made without torch
     import transformers
 
@@ -53,7 +52,6 @@ def header(command: str, device: str = "cpu") -> dict[str, Any]:
 
 
 def processor() -> str:
-    """Return the processor's name from ``/proc/cpuinfo``, or from ``platform`` where that file is missing."""
     file = Path("/proc/cpuinfo")
     lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
     named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -61,12 +59,11 @@ def processor() -> str:
 
 
 def write(file: Path, found: Result) -> None:
-    """Write a result as indented JSON and create the folder if needed."""
     write_text(file, json.dumps(found, indent=1) + "\n")
 
 
 def write_text(file: Path, text: str) -> None:
-    """Write a file whole or not at all: a process that is killed meanwhile leaves the old one."""
+    # A process that is killed meanwhile leaves the old file whole.
     file.parent.mkdir(parents=True, exist_ok=True)
     made = file.with_name(f".{file.name}.{os.getpid()}")
     made.write_text(text, encoding="utf-8")
@@ -74,23 +71,19 @@ def write_text(file: Path, text: str) -> None:
 
 
 def read(file: Path) -> Result:
-    """Read a result file."""
     return dict(json.loads(file.read_text(encoding="utf-8")))
 
 
 def committed(part: str) -> Result:
-    """Read a part's committed result."""
     return read(HERE / "results" / f"{part}.json")
 
 
 def show(title: str, rows: list[Mapping[str, Any]], notes: str = "") -> None:
-    """Print rows as a table, with the notes below it."""
     text = screen.Markdown(f"## {title}\n\n{of_results(rows)}\n\n{notes}")
     screen.Console(width=None if sys.stdout.isatty() else 150).print(text)
 
 
 def page(results: Mapping[str, Result]) -> str:
-    """Return the text of BENCH.md."""
     parts = [f"<!-- Made by {COMMAND} from results/*.json: do not edit. -->", "# What packed rows cost and save"]
     for part, found in ((part, results[part]) for part in PARTS if part in results):
         parts += [f"## {part}", f"{found['what']}\n\n    {found['command']}", _measured_on(found)]
@@ -107,7 +100,7 @@ def _measured_on(found: Result) -> str:
 
 
 def quotes(results: Mapping[str, Result]) -> list[tuple[str, str]]:
-    """Return files and the sentences there that quote results, with the results' numbers."""
+    # Each file comes with a sentence there that quotes results, with the results' numbers.
     times = {row["prompt, completions"]: row for row in results["sharing"]["rows"]}
     packed, padded = (
         [f"{times[of][f'{way} / shared']:.1f}" for of in ("512, 8", "2,048, 16")] for way in ("packed", "padded")
@@ -150,14 +143,13 @@ def quotes(results: Mapping[str, Result]) -> list[tuple[str, str]]:
 
 
 def _of_budgets(rows: list[Any], trainer: str) -> str:
-    """Return a row of the table of docs/packing.md: passes and peaks of a trainer, padded and by budget."""
+    # A row of the table of docs/packing.md has the passes and peaks of a trainer, padded and by budget.
     of = [row for row in rows if row["trainer"] == trainer]
     cells = [f"{row['passes']}, {row['peak, MB']} MB" for row in of[1:]]
     return f"| {trainer} | {of[0]['peak, MB']} MB | {' | '.join(cells)} |"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Write BENCH.md, or compare it and the quotes with the results; returns 1 if ``--check`` finds a difference."""
     parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; fail if a number is not the results'")
     parser.add_argument("--folder", type=Path, default=HERE, help="of BENCH.md and results/")

@@ -30,22 +30,18 @@ from .gpu_once import OUT_OF_TIME, training_options
 from .workloads import SHAPES
 
 COMMAND = "python -m compat_matrix.bench.first_gpu"
+# The share of each stage. What a stage does not use goes to the next one.
 SECONDS = {"kernels": 90, "models": 90, "training": 270, "hybrids": 90}
-"""The share of each stage. What a stage does not use goes to the next one."""
 
 FAMILIES = ("llama", "mistral", "qwen2", "gemma2", "qwen2_moe", "falcon", "phi3", "gpt_oss", "deepseek_v3", "bamba")
 OVERLAY_FAMILIES = FAMILIES[:4]
 
+# the result files of all stages, by stage and job
 Results = dict[str, dict[str, Any]]
-"""The result files of all stages, by stage and job."""
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run what is not done, write first_gpu.json and print the goals.
-
-    Returns:
-        The exit code: 0 when everything is done, 2 without a CUDA device, 3 when time ran out.
-    """
+    # The exit code is 0 when everything is done, 2 without a CUDA device, 3 when time ran out.
     parser, given = options(arguments)
     header = figures.header(f"{COMMAND} --out FOLDER{' --device cpu --toy' if given.toy else ''}", given.device)
     able = present_kernels(given.device)
@@ -66,10 +62,7 @@ def main(arguments: list[str] | None = None) -> int:
 def written(
     given: argparse.Namespace, header: dict[str, Any], planned: list[Job], records: dict[str, Any]
 ) -> dict[str, Any]:
-    """Write both files from what is done, and return the content of first_gpu.json.
-
-    It is called before the first job and after each one, because a machine may be gone before the last.
-    """
+    # It is called before the first job and after each one, because a machine may be gone before the last.
     results: Results = {stage: {} for stage in SECONDS}
     for job in planned:
         if job.result.exists() and job.stage != "training":
@@ -85,7 +78,6 @@ def written(
 
 
 def options(arguments: list[str] | None) -> tuple[argparse.ArgumentParser, argparse.Namespace]:
-    """Return the parser and the options. A device that cannot be measured on is an error."""
     parser = argparse.ArgumentParser(
         prog=COMMAND, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -109,14 +101,14 @@ def options(arguments: list[str] | None) -> tuple[argparse.ArgumentParser, argpa
 
 
 def in_order(variants: list[str], kernel: str) -> list[str]:
-    """Return the variants of training with those that the goals are about first: time may run out."""
+    # The variants that the goals are about come first: time may run out.
     padded = [name for name in variants if name.startswith("padded:")][-1:]
     first = [*padded, f"fa2patch:{kernel}+lengths", f"by-hand:{kernel}", f"fa2patch:{kernel}"]
     return sorted(variants, key=lambda name: first.index(name) if name in first else len(first))
 
 
 def jobs(given: argparse.Namespace, kernels: list[str]) -> list[Job]:
-    """Return the processes of all stages in order. ``kernels`` are those that can run here, best first."""
+    # kernels: those that can run here, best first
     out, more = given.out.resolve(), ["--device", given.device, *(["--toy"] if given.toy else [])]
     return [
         *(Job("kernels", one, ["kernel", one, *more], out / "kernels" / f"{one}.json") for one in kernels),
@@ -127,7 +119,7 @@ def jobs(given: argparse.Namespace, kernels: list[str]) -> list[Job]:
 
 
 def models(given: argparse.Namespace, out: Path, kernels: list[str]) -> Iterator[Job]:
-    """The best kernel first, in every release; the other kernels in the installed release only."""
+    # The best kernel runs first, in every release. The other kernels run in the installed release only.
     import transformers
 
     overlays = sorted(path for path in given.overlays.iterdir() if path.is_dir()) if given.overlays else []
@@ -143,24 +135,22 @@ def models(given: argparse.Namespace, out: Path, kernels: list[str]) -> Iterator
 # --- goals ----------------------------------------------------------------------------------------------------
 
 SHARE, OVERHEAD = 0.97, 0.01
+# The least throughput of packed training, relative to padded: what the paper reports (arXiv 2407.09105).
 RATIO = {"FLAN-like": 2.0, "OrcaMath-like": 1.4}
-"""The least throughput of packed training, relative to padded: what the paper reports (arXiv 2407.09105)."""
 
+# The least part of the padded peak of memory that packed training saves.
 MEMORY = {"FLAN-like": 0.20, "OrcaMath-like": 0.06}
-"""The least part of the padded peak of memory that packed training saves."""
 
 
 @dataclass(frozen=True)
 class Goal:
-    """A goal, what was found, and whether that meets it; None if nothing was measured."""
-
     goal: str
     found: str
-    met: bool | None
+    met: bool | None  # None if nothing was measured
 
 
 def goals(results: Results) -> list[Goal]:
-    """Return all goals, also those that nothing was measured for."""
+    # Goals that nothing was measured for are among them.
     cases = {
         f"{kernel}: {name}": case["ok"]
         for kernel, result in results.get("kernels", {}).items()
@@ -186,7 +176,6 @@ def goals(results: Results) -> list[Goal]:
 
 
 def table(found: list[Goal], header: dict[str, Any]) -> tuple[list[dict[str, Any]], str]:
-    """Return the goals as rows of a table, and its notes, which name commit, versions and device."""
     on = f"{header['device']}, torch {header['torch']}, Transformers {header['transformers']}"
     rows = [{"": goal.goal, "found": goal.found, "met": gpu_page.MET[goal.met]} for goal in found]
     return rows, f"Measured on {commits.named(header)}; {on}."
@@ -199,7 +188,7 @@ def _all_right(goal: str, what: str, ran: dict[str, bool]) -> Goal:
 
 
 def _of_a_distribution(where: str, distribution: str, variants: dict[str, Any]) -> Iterator[Goal]:
-    """All goals are about packed batches with their lengths, computed by the kernel that runs by hand too."""
+    # All goals are about packed batches with their lengths, computed by the kernel that runs by hand too.
     least, saved = RATIO[distribution], MEMORY[distribution]
     kernel = next((name.partition(":")[2] for name in variants if name.startswith("by-hand:")), "")
     padded = [variants[name] for name in variants if name.startswith("padded:")]

@@ -1,15 +1,4 @@
-"""The processes of :mod:`compat_matrix.bench.first_gpu`, which go on where they were, and training at size.
-
-Variants of training: ``padded:sdpa``; ``padded:flash_attention_2`` and ``upstream:flash_attention_2`` where flash-attn
-is installed (Transformers alone, on padded and on packed batches); ``upstream:sdpa`` (Transformers' block-diagonal
-mask); ``fa2patch:KERNEL`` for every kernel that can run here; ``by-hand:KERNEL``, in which every layer calls the best
-of these with precomputed boundaries: the lowest possible cost of a packed batch. ``+lengths``: with the collator's
-``return_flash_attn_kwargs=True``.
-
-One weight under AdamW takes 8 bytes (2 for itself, 2 for its gradient, 4 for two states): 54 GB for Llama-2-7B, 58 for
-Mistral-7B, 64 for Granite-8B-code, before activations and logits. Use ``--layers`` and ``--optimizer sgd`` for models
-that do not fit.
-"""
+"""The processes of :mod:`compat_matrix.bench.first_gpu`, which go on where they were, and training at size."""
 
 from __future__ import annotations
 
@@ -32,34 +21,29 @@ from .gpu_once import OUT_OF_TIME
 from .workloads import DISTRIBUTIONS
 
 ALONE = {"USE_TF": "0", "USE_JAX": "0", "USE_FLAX": "0", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
-START = 45
-"""Seconds that a variant may take to start, in addition to its steps."""
+START = 45  # seconds that a variant may take to start, in addition to its steps
 
 # --- processes that go on where they were ---------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Job:
-    """A process of a stage, ``python -m compat_matrix.bench.gpu_once`` with a command and the JSON that it writes.
-
-    It may take ``start`` seconds to start, and is told ``most`` beside these; None for its part of the stage's time.
-    The folder ``path`` comes first on its path.
-    """
+    """A process of a stage: a command of ``python -m compat_matrix.bench.gpu_once``, and the JSON that it writes."""
 
     stage: str
     name: str
     command: list[str]
     result: Path
-    most: float | None = None
-    start: float = 0
-    path: Path | None = None
+    most: float | None = None  # seconds that it is told beside "start"; None for its part of the stage's time
+    start: float = 0  # seconds that it may take to start
+    path: Path | None = None  # a folder that comes first on its path
 
     def record(self, out: Path) -> Path:
-        """Return the file that says what is known about the process when it is done."""
+        # It says what is known about the process when it is done.
         return out / "jobs" / f"{self.stage}--{self.name.replace(':', '-').replace(', ', '--')}.json"
 
     def run(self, seconds: float) -> dict[str, Any]:
-        """Run the process and return what is known about it; its ``done`` says whether it need not be run again."""
+        # "done" says whether the process need not be run again.
         told = max(min(seconds - self.start, self.most or seconds), 1)
         command = [sys.executable, "-m", "compat_matrix.bench.gpu_once", *self.command]
         command += ["--out", str(self.result), "--seconds", str(round(told))]
@@ -82,11 +66,8 @@ def run_all(
     jobs: list[Job], out: Path, header: Mapping[str, Any], shares: Mapping[str, float], seconds: float,
     report: Callable[[dict[str, Any]], object] = len,
 ) -> dict[str, Any]:  # fmt: skip
-    """Run the jobs without a record until time is up; return the records of all that are done, by stage and name.
-
-    ``shares`` are those of the stages. What a stage does not use goes to the next one. ``report`` is called with these
-    records before the first job that runs, and after each.
-    """
+    # shares: of the stages. What a stage does not use goes to the next one.
+    # report: called with all records before the first job that runs, and after each
     until = time.monotonic() + seconds
     files = {f"{job.stage}, {job.name}": job.record(out) for job in jobs}
     records: dict[str, Any] = {name: figures.read(file) for name, file in files.items() if file.exists()}
@@ -111,7 +92,7 @@ def run_all(
 
 
 def require_same(parser: argparse.ArgumentParser, jobs: list[Job], out: Path, header: Mapping[str, Any]) -> None:
-    """A record of another commit, device or versions, or of a job with other settings, is an error."""
+    # A record of another commit, device or versions, or of a job with other settings, is an error.
     wanted = {job.record(out): job.command for job in jobs}
     same = ("commit", "dirty", "torch", "transformers", "device")
     for file in sorted((out / "jobs").glob("*.json")):
@@ -124,7 +105,9 @@ def require_same(parser: argparse.ArgumentParser, jobs: list[Job], out: Path, he
 
 
 def variants(device: str, toy: bool) -> list[str]:
-    """Return the names of all variants that can run here. The reference kernel is included only for a toy run."""
+    # "padded" and "upstream" are Transformers alone, on padded and on packed batches; "upstream:sdpa" has its
+    # block-diagonal mask. In "by-hand" every layer calls the best kernel with precomputed boundaries: the lowest
+    # possible cost of a packed batch. "+lengths": with the collator's return_flash_attn_kwargs=True
     able = [kernel.name for kernel in ORDER if kernel.available()[0] and kernel.name != "reference"]
     own = (able if device == "cuda" else []) + (["reference"] if toy else [])
     flash = device == "cuda" and importlib.util.find_spec("flash_attn") is not None
@@ -135,13 +118,13 @@ def variants(device: str, toy: bool) -> list[str]:
 
 
 def missing() -> dict[str, str]:
-    """Return why kernels are not available here, by variant."""
     reasons = {f"fa2patch:{kernel.name}": kernel.available()[1] for kernel in ORDER}
     return {name: why for name, why in reasons.items() if why}
 
 
 def planned(given: argparse.Namespace) -> list[Job]:
-    """Return a process for each shape and variant."""
+    # One weight under AdamW takes 8 bytes: 54 GB for Llama-2-7B, 58 for Mistral-7B, 64 for Granite-8B-code, before
+    # activations and logits. --layers and --optimizer sgd are for models that do not fit.
     settings = ["--device", given.device, "--optimizer", given.optimizer, "--steps", str(given.steps)]
     settings += ["--documents", str(given.documents), "--warm-up", str(given.warm_up)]
     settings += [*(["--toy"] if given.toy else []), *(["--layers", str(given.layers)] if given.layers else [])]
@@ -155,7 +138,7 @@ def planned(given: argparse.Namespace) -> list[Job]:
 
 
 def merged(given: argparse.Namespace, records: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge all runs. Rates cover the steps that every variant of a model and distribution has taken."""
+    # Rates cover the steps that every variant of a model and distribution has taken.
     shapes: dict[str, Any] = {}
     rows: list[dict[str, Any]] = []
     runs: dict[str, dict[str, Any]] = {shape: {} for shape in given.shapes}

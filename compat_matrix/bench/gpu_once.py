@@ -37,30 +37,28 @@ from ..check.rows import alone, documents, pack
 from . import figures, workloads
 
 OUT_OF_TIME = 3
-TOY_EVERY = 10
-"""A toy run takes one case of so many."""
+TOY_EVERY = 10  # a toy run takes one case of so many
 
+# The hybrids whose mixers take their kernels from a package, by the package's import name.
 FAMILIES = {
     "fla": ("qwen3_next",),
     "mamba_ssm": ("mamba2", "bamba", "jamba", "falcon_h1"),
     "causal_conv1d": ("lfm2",),
 }
-"""The hybrids whose mixers take their kernels from a package, by the package's import name."""
 
+# document lengths of rows with about a thousand tokens, by their name in the result
 LENGTHS = {
     "16 x 64": (64,) * 16,
     "64 x 16": (16,) * 64,
     "256 x 4": (4,) * 256,
     "1 to 256": (256, 1, 128, 30, 200, 90, 7, 60, 33, 150, 69),
 }
-"""Document lengths of rows with about a thousand tokens, by their name in the result."""
 
+# A padded batch may be so far from the documents alone, relative to the largest logit.
 NEAR = 1e-3
-"""How far, relative to the largest logit, a padded batch may be from the documents alone."""
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure what the file does not have; returns 3 if time ran out before the last."""
     parser = argparse.ArgumentParser(prog="python -m compat_matrix.bench.gpu_once", description=__doc__)
     parser.add_argument("what", nargs="+", metavar="WHAT", help="such as kernel NAME, or hybrids")
     parser.add_argument("--out", type=Path, required=True, help="the JSON file")
@@ -93,7 +91,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def going_on(given: argparse.Namespace, header: Any, what: str, runs: Mapping[str, Callable[[], Any]]) -> int:
-    """Run what the file does not have, and write it after each; returns 3 if time ran out before the last."""
     until = time.monotonic() + given.seconds
     found = figures.read(given.out)[what] if given.out.exists() else {}
     for name in [name for name in runs if name not in found]:
@@ -106,7 +103,6 @@ def going_on(given: argparse.Namespace, header: Any, what: str, runs: Mapping[st
 
 
 def result(name: str, case: Case, device: str) -> dict[str, Any]:
-    """Return the relative errors of a case and whether all are small enough, or why there are none."""
     kernel = kernels.named(name)
     why = refusal(kernel, case, device)
     if why:
@@ -120,12 +116,12 @@ def result(name: str, case: Case, device: str) -> dict[str, Any]:
     return {"ok": all(error.ok for error in errors.values()), "relative_errors": relative}
 
 
+# Rows that kernels are timed on: one that the host is slower for than the GPU, and two large ones.
 SPEEDS = {"1,300 tokens": (900, 250, 100, 50), "16,384 tokens": (1024,) * 16, "16,384 tokens, short": (64,) * 256}
-"""Documents of the rows that kernels are timed on: one that the host is slower for than the GPU, and two large ones."""
 
 
 def speed(kernel: kernels.Kernel, calls: int = 30) -> dict[str, dict[str, float]]:
-    """Return microseconds of a forward and backward of an attention layer at 7B: of the host, until the GPU is done."""
+    # Microseconds of a forward and backward of an attention layer at 7B: of the host, and until the GPU is done.
     found: dict[str, dict[str, float]] = {}
     for name, lengths in SPEEDS.items():
         boundaries = workloads.boundaries_of(lengths)
@@ -151,7 +147,7 @@ def speed(kernel: kernels.Kernel, calls: int = 30) -> dict[str, dict[str, float]
 
 
 def cell(family: str, device: str, kernel: str) -> Any:
-    """Return what the points find in a model; None if this Transformers has no such model."""
+    # It is None if this Transformers has no such model.
     return gpu.evidence([family], device, kernel)["architectures"].get(family)
 
 
@@ -159,7 +155,7 @@ def cell(family: str, device: str, kernel: str) -> Any:
 
 
 def lacking(package: str) -> str:
-    """Return why a package cannot be used; empty if it can. Builds for another torch fail when they are imported."""
+    # Builds for another torch fail when they are imported.
     try:
         importlib.import_module(package)
     except Exception as error:  # a broken build raises errors of many types
@@ -168,7 +164,6 @@ def lacking(package: str) -> str:
 
 
 def measured(family: str, device: str, toy: bool) -> dict[str, Any]:
-    """Return the points and the times of a model."""
     points = cell(family, device, "reference" if device == "cpu" else "auto")
     found: dict[str, Any] = {"points": points or "this Transformers has no such model", "rows": {}}
     for name, lengths in ({"3 short": (9, 1, 7)} if toy else LENGTHS).items() if points else ():
@@ -180,12 +175,9 @@ def measured(family: str, device: str, toy: bool) -> dict[str, Any]:
 
 
 def times(family: str, lengths: tuple[int, ...], rounds: int, device: str) -> dict[str, Any]:
-    """Return the median times of forward and backward in milliseconds, of rounds in turns, and the layers' kernels.
-
-    ``by_...`` are the median ratios of the packed time to the others. ``padded_is`` says whether the unpatched model
-    computes the padded batch right: the real tokens' logits must be those of the documents alone. A padded batch that
-    fails has no time and no ratio.
-    """
+    # The times are median milliseconds of forward and backward, of rounds in turns. "by_...": the median ratios of the
+    # packed time to the others. "padded_is": whether the unpatched model computes the padded batch right, so that the
+    # real tokens' logits are those of the documents alone. A padded batch that fails has no time and no ratio.
     patched, single = (
         tiny_models.build(family, dtype=torch.bfloat16, **gpu.big(family)).train().to(device) for _ in range(2)
     )
@@ -225,7 +217,6 @@ def times(family: str, lengths: tuple[int, ...], rounds: int, device: str) -> di
 
 @torch.no_grad()
 def judged(model: Any, docs: list[torch.Tensor], batch: dict[str, torch.Tensor]) -> str:
-    """Return ``"right"``, how far off the model's logits of a padded batch are, or its error."""
     try:
         found = model(**batch, use_cache=False).logits[batch["attention_mask"].bool()]
     except Exception as error:  # a model's own padded computation may fail in any way
@@ -238,12 +229,11 @@ def judged(model: Any, docs: list[torch.Tensor], batch: dict[str, torch.Tensor])
 # --- training -------------------------------------------------------------------------------------------------
 
 TOY_SCALE = 0.02
-SYNC_STEPS = 20
-"""Steps in which synchronisations are counted."""
+SYNC_STEPS = 20  # synchronisations are counted in so many steps
 
 
 def training_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of training, which are those of ``python -m compat_matrix.bench.first_gpu``, too."""
+    # python -m compat_matrix.bench.first_gpu has them, too.
     add = parser.add_argument
     add("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: with --toy only")
     add("--toy", action="store_true", help="tiny models and documents, only to see that it runs; not for figures")
@@ -257,7 +247,7 @@ def training_options(parser: argparse.ArgumentParser) -> None:
 
 
 def trained(given: argparse.Namespace, shape: str, variant: str) -> dict[str, Any]:
-    """Train one variant on every distribution. Running out of GPU memory is a result, too."""
+    # Running out of GPU memory is a result, too.
     names, started = workloads.DISTRIBUTIONS, time.perf_counter()
     try:
         training = Training(given, shape, variant)
@@ -270,7 +260,7 @@ def trained(given: argparse.Namespace, shape: str, variant: str) -> dict[str, An
 
 
 class Training:
-    """One variant of a model, which trains. Its weights keep changing, which does not affect speed."""
+    # The weights keep changing, which does not affect speed.
 
     def __init__(self, given: argparse.Namespace, shape: str, variant: str) -> None:
         self.given, self.shape, self.cuda = given, shape, given.device == "cuda"
@@ -287,7 +277,7 @@ class Training:
         self.optimizer = made(self.model.parameters(), lr=1e-5, **more)  # type: ignore[operator]
 
     def on(self, distribution: str, until: float) -> dict[str, Any]:
-        """Train on a distribution until a time. Every variant gets the same documents."""
+        # Every variant gets the same documents.
         drawn = workloads.DISTRIBUTIONS[distribution].scaled(TOY_SCALE if self.given.toy else 1)
         lengths = workloads.mini_batches(drawn, self.given.steps + self.given.warm_up, self.given.documents)
         largest = max(range(len(lengths)), key=lambda step: len(lengths[step]) * max(lengths[step]))
@@ -305,7 +295,6 @@ class Training:
         }
 
     def timed(self, batches: list[Any], until: float) -> dict[str, Any]:
-        """Train until the batches or the time is used up; return step times, losses and peak memory (of a GPU)."""
         warm_up, marks, losses = self.given.warm_up, [], []
         if self.cuda:
             torch.cuda.empty_cache()
@@ -346,7 +335,7 @@ class Training:
         return {k: x.to(self.given.device) if isinstance(x, torch.Tensor) else x for k, x in batch.items()}
 
     def synchronisations(self, batches: list[Any]) -> dict[str, Any]:
-        """Warnings of torch's sync debug mode, of the forward and of the backward, which recomputes it, apart."""
+        # These are warnings of torch's sync debug mode. The backward, which recomputes the forward, is counted apart.
         places: dict[str, Counter[str]] = {"forward": Counter(), "backward": Counter()}
         for batch, cuts in batches:
             moved = self._moved(batch, cuts)
@@ -360,7 +349,7 @@ class Training:
 
 
 def warned(places: Counter[str], call: Any) -> Any:
-    """Call and count the warnings of synchronisation by the file and line that torch attributes them to."""
+    # Warnings are counted by the file and line that torch attributes them to.
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
@@ -374,13 +363,12 @@ def warned(places: Counter[str], call: Any) -> Any:
 
 
 def place(file: str, number: int) -> str:
-    """Return ``package/module.py:12``, without this machine's path to its packages."""
+    # It is such as "package/module.py:12", without this machine's path to its packages.
     parts = re.split(r"(?:site|dist)-packages/", file.replace(os.sep, "/"))
     return f"{parts[-1] if len(parts) > 1 else '/'.join(parts[-1].split('/')[-2:])}:{number}"
 
 
 def build(given: argparse.Namespace, shape: str, implementation: str) -> Any:
-    """Build the model with random bfloat16 weights on the device, with gradient checkpointing."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)

@@ -8,14 +8,13 @@ from typing import Any
 from .. import commits
 from ..diffable import of_results
 
-Found = Mapping[str, Any]
-"""The content of first_gpu.json."""
+Found = Mapping[str, Any]  # the content of first_gpu.json
 
 MET = {True: "yes", False: "**no**", None: "not measured"}
 
 
 def page(found: Found) -> str:
-    """Return the goals, and below them what every stage found. Whatever has failed or was not run is named."""
+    # Whatever has failed or was not run is named.
     on = f"{found['device']}, Python {found['python']}, torch {found['torch']}, Transformers {found['transformers']}"
     rest = "" if found["done"] else " Time was over before all of it was done."
     parts = [f"**{_in_short(found)}**"] if "not_run" in found else []  # older results lack it
@@ -29,7 +28,6 @@ def page(found: Found) -> str:
 
 
 def _in_short(found: Found) -> str:
-    """How many goals are met, and how much of the run is done."""
     met = [goal["met"] for goal in found["goals"]]
     jobs, rest = len(found["jobs"]), found["not_run"]
     said = f"{met.count(True)} of {len(met)} goals are met, {met.count(False)} are not, {met.count(None)} not measured."
@@ -37,7 +35,6 @@ def _in_short(found: Found) -> str:
 
 
 def stages(results: Mapping[str, Any]) -> Iterator[tuple[str, list[Mapping[str, Any]], str]]:
-    """Yield each stage's name, table and notes."""
     yield (
         "Kernels",
         [_kernel(*item) for item in results["kernels"].items()],
@@ -56,7 +53,6 @@ def stages(results: Mapping[str, Any]) -> Iterator[tuple[str, list[Mapping[str, 
 
 
 def reasons(found: Found) -> Iterator[tuple[str, str]]:
-    """Yield what did not run, or is wrong, and why."""
     yield from found["missing"].items()
     yield from found["failed"].items()
     for kernel, result in found["results"]["kernels"].items():

@@ -32,16 +32,10 @@ def _status(name: str) -> int:
 
 
 def of_process(module: str, *arguments: str) -> int:
-    """Run a module that prints the bytes of :func:`added` in a process of its own, and return them."""
     return int(printed(module, *arguments))
 
 
 def printed(module: str, *arguments: str, python: Path | str = sys.executable) -> str:
-    """Run a module in a process of its own, of this Python or another one, and return what it prints.
-
-    Raises:
-        RuntimeError: the process fails.
-    """
     done = subprocess.run([str(python), "-m", module, *arguments], capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(done.stderr[-1500:])

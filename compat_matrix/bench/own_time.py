@@ -31,16 +31,15 @@ COMMAND = "python -m compat_matrix.bench.own_time"
 VERSIONS = (environments.newest().name, "5.22.2", "4.43.4")
 LAYERS, MORE_MODULES, REPEATS = 80, 2000, 150
 BASE, WAYS = "by hand", ("position_ids only", "the collator's lengths")
+# The layers of the models whose first capture is timed. Torch disassembles each function that it meets once, so that
+# the share of the patch falls with the number of layers.
 CAPTURED, CAPTURED_TOO = 4, 32
-"""The layers of the models whose first capture is timed. Torch disassembles each function that it meets once, so that
-the share of the patch falls with the number of layers."""
 
 Rows = dict[str, float]
 Runs = dict[str, Callable[[], Any]]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line and print a table for each release."""
     parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__)
     parser.add_argument("ref", nargs="?", metavar="REF", help="the commit that is measured beside the files of now")
     parser.add_argument("--versions", nargs="+", default=VERSIONS, metavar="V", help="default: " + " ".join(VERSIONS))
@@ -68,7 +67,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _packages(ref: str | None, folder: Path) -> Iterator[tuple[str, Path]]:
-    """The folders for ``PYTHONPATH`` by side: fa2patch of a commit and of now, each with the bench of now."""
+    # fa2patch of a commit and of now stand in these folders, each with the bench of now.
     for side in (*(("before",) if ref else ()), "after"):
         home = folder / side
         home.mkdir()
@@ -103,7 +102,7 @@ def _calls(run: Callable[[], Any]) -> int:
 
 
 def measured() -> Rows:
-    """Measure everything in this process and in processes of its own for the import."""
+    # The import is measured in processes of its own.
     import torch
 
     os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error")
@@ -138,7 +137,7 @@ print(json.dumps([sum(counts.values()), modules, taken, sum(ms for _, ms in coll
 
 
 def of_import(repeats: int = 3) -> Rows:
-    """What ``from fa2patch import apply`` takes after torch and Transformers, in processes of their own."""
+    # torch and Transformers are imported before it.
 
     def run(counting: bool) -> list[float]:
         code = [sys.executable, "-c", _IMPORT.format(counting=counting)]
@@ -157,7 +156,6 @@ def of_import(repeats: int = 3) -> Rows:
 
 
 def on_meta(layers: int) -> Any:
-    """Return a Llama of so many layers on the meta device."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -166,7 +164,6 @@ def on_meta(layers: int) -> Any:
 
 
 def of_apply(layers: int = LAYERS) -> Rows:
-    """The calls of ``apply``."""
     import fa2patch
 
     model = on_meta(layers)
@@ -174,7 +171,7 @@ def of_apply(layers: int = LAYERS) -> Rows:
 
 
 def calls_of_forwards(few: Runs, many: Runs, larger: Runs) -> Rows:
-    """The calls of a layer, of the rest of a forward and for more modules, from forwards of 2, 6 and 2 layers."""
+    # The forwards have 2, 6 and 2 layers. The last model holds more modules.
     counts = [{name: _calls(run) for name, run in runs.items()} for runs in (few, many, larger)]
     found: Rows = {}
     for way in WAYS:
@@ -195,11 +192,9 @@ def _microseconds_of_forwards(few: Runs, many: Runs) -> Rows:
 
 
 def _microseconds_of_seam() -> Rows:
-    """What a layer's attention function takes beyond the changes of shape that every varlen kernel needs.
-
-    The kernel returns the queries, and the call is repeated alone, so that its code is in the processor's caches. In a
-    forward it is not, and the same code takes several times as long.
-    """
+    # What a layer's attention function takes beyond the changes of shape that every varlen kernel needs. The kernel
+    # returns the queries, and the call is repeated alone, so that its code is in the processor's caches. In a forward
+    # it is not, and the same code takes several times as long.
     import torch
     from transformers.models.llama import modeling_llama
 
@@ -214,7 +209,7 @@ def _microseconds_of_seam() -> Rows:
 
 @contextlib.contextmanager
 def _calls_of_seam(dtype: Any) -> Iterator[tuple[Callable[[], Any], Callable[[], Any]]]:
-    """Calls of a patched layer's attention function, and of the changes of shape alone."""
+    # The two call a patched layer's attention function, and the changes of shape alone.
     import torch
     from transformers.models.llama import modeling_llama
 
@@ -249,7 +244,7 @@ def _calls_of_seam(dtype: Any) -> Iterator[tuple[Callable[[], Any], Callable[[],
 
 
 def _repeated(run: Callable[[], Any], times: int = 2000) -> float:
-    """The least of seven means over so many calls, in µs of processor time."""
+    # It is the least of seven means, in µs of processor time.
     taken = []
     with _without_collection():
         for _ in range(7):
@@ -261,10 +256,7 @@ def _repeated(run: Callable[[], Any], times: int = 2000) -> float:
 
 
 def forwards(layers: int, more_modules: int = 0) -> Runs:
-    """The forwards of one row of two documents: :data:`BASE`, and patched by each of :data:`WAYS`.
-
-    The patched model may hold more modules, which compute nothing.
-    """
+    # The row has two documents. The patched model may hold more modules, which compute nothing.
     import torch
 
     import fa2patch
@@ -295,7 +287,7 @@ def forwards(layers: int, more_modules: int = 0) -> Runs:
 
 
 def _microseconds(run: Callable[[], Any], base: Callable[[], Any]) -> float:
-    """The median of what a forward takes more than the base, in turns."""
+    # It is the median of what a forward takes more than the base, in turns.
     taken = []
     with _without_collection():
         for _ in range(REPEATS):
@@ -318,7 +310,7 @@ def _without_collection() -> Iterator[None]:
 
 
 def steps_of_capture(patched: bool) -> int:
-    """The instructions that dynamo traces for the first graph in training: the same on every machine."""
+    # The number of instructions that dynamo traces is the same on every machine.
     import torch
     from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 
@@ -343,7 +335,7 @@ def steps_of_capture(patched: bool) -> int:
 
 
 def _of_capture() -> Rows:
-    """The first capture of a graph in training, in bfloat16, as a multiple of the unpatched model's."""
+    # The models are in bfloat16, and times are multiples of the unpatched model's.
     import torch
 
     import fa2patch

@@ -1,10 +1,8 @@
 """What rows of still shapes cost in padding, and how many graphs they need.
 
-``python -m compat_matrix.bench.static_shapes`` prints two tables. For the first one, a tiny model is compiled for 30
-layouts of documents, with shapes and numbers as constants of its graphs, and the graphs are counted. The second one
-gives the padding of FLAN-like lengths: in rows of a budget, planned as ``fa2patch.packing.plan`` does by default, in
-mini-batches of eight documents, and in the passes of a budget that mini-batches of 64 documents are cut into. It takes
-about two minutes on one core.
+``python -m compat_matrix.bench.static_shapes`` counts the graphs of a tiny model for 30 layouts of documents, and gives
+the padding of FLAN-like lengths in planned rows, mini-batches and passes of a budget. It takes about two minutes on one
+core.
 """
 
 from __future__ import annotations
@@ -23,23 +21,23 @@ from .. import tiny_models
 from ..check.rows import documents
 from .workloads import FLAN
 
+# the tokens of a full row, and the most documents in it
 LENGTH, MOST = 64, 8
-"""The tokens of a full row, and the most documents in it."""
 
 _FIXED = {"max_documents": MOST, "longest_document": LENGTH}
+# options of the collator, by the shapes that they make
 KINDS: dict[str, dict[str, Any]] = {
     "one shape": {"pad_to_multiple_of": LENGTH, **_FIXED},
     "powers of two": {"pad_to_multiple_of": "power", **_FIXED},
     "eighths between powers": {"pad_to_multiple_of": "eighth", **_FIXED},
     "longest document by powers": {"pad_to_multiple_of": LENGTH, "max_documents": MOST, "longest_document": "power"},
 }
-"""Options of the collator by the shapes that they make."""
 
 BUDGET, BATCH, CUT, COUNT = 4096, 8, 64, 20_000
 
 
 def layouts(count: int) -> list[list[int]]:
-    """Draw lengths of documents that fit a row of ``LENGTH`` tokens and fill at least half of it."""
+    # The layouts fit a row of LENGTH tokens and fill at least half of it.
     drawn, made = random.Random(0), [[LENGTH // 4] * 2]
     while len(made) < count:
         number = drawn.randint(1, MOST)
@@ -50,13 +48,12 @@ def layouts(count: int) -> list[list[int]]:
 
 
 def collated(lengths: Sequence[int], **options: Any) -> dict[str, Any]:
-    """Make one row of documents of these lengths."""
     collate = fa2patch.DataCollatorWithFlattening(return_flash_attn_kwargs=True, **options)
     return dict(collate([{"input_ids": doc.tolist()} for doc in documents(*lengths)]), use_cache=False)
 
 
 def graphs_of(options: dict[str, Any], rows: Iterable[Sequence[int]]) -> int:
-    """Count the graphs that a compiled model makes of these rows, if shapes and numbers are constants of a graph."""
+    # Shapes and numbers are constants of a graph.
     torch._dynamo.reset()
     seen: list[Any] = []
 
@@ -75,10 +72,8 @@ def graphs_of(options: dict[str, Any], rows: Iterable[Sequence[int]]) -> int:
 
 
 def padding_of(rows: Sequence[int], to: int | str | None, most: int = 0) -> tuple[float, int]:
-    """The share of padding in rows of so many tokens, and how many different lengths the padded rows have.
-
-    With a budget of ``most`` tokens, no row is padded beyond it.
-    """
+    # The share of padding, and how many different lengths the padded rows have. With a budget of "most" tokens, no row
+    # is padded beyond it.
     padded = [StillShapes(most, to).length(tokens) if most else rounded_up(tokens, to) for tokens in rows]
     return 1 - sum(rows) / sum(padded), len(set(padded))
 
@@ -100,7 +95,6 @@ def _rows() -> dict[str, list[int]]:
 
 
 def main() -> None:
-    """Print both tables."""
     rows = layouts(30)
     print(f"{'30 layouts of up to ' + str(LENGTH) + ' tokens':44} graphs padding")
     for kind, options in KINDS.items():

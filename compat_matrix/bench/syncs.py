@@ -21,10 +21,8 @@ WAYS = ("upstream", "upstream, lengths", "fa2patch", "fa2patch, lengths")
 
 
 def forward(architecture: str, layers: int, way: str, checkpointed: bool = False) -> Count | None:
-    """Return the counts of one forward, or None if this version's forward does not take the collator's lengths.
-
-    With checkpointing the backward counts too, which computes every layer again.
-    """
+    # It is None if this version's forward does not take the collator's lengths. With checkpointing the backward counts
+    # too, which computes every layer again.
     import fa2patch  # after the stand-in for flash-attn
 
     from .. import tiny_models
@@ -49,7 +47,6 @@ def forward(architecture: str, layers: int, way: str, checkpointed: bool = False
 
 
 def row(lengths: bool) -> dict[str, Any]:
-    """Return the collator's batch of the documents, with or without their lengths."""
     from ..check import rows
     from .workloads import packed
 
@@ -57,7 +54,6 @@ def row(lengths: bool) -> dict[str, Any]:
 
 
 def of(architecture: str, way: str, layers: tuple[int, ...]) -> dict[str, Any]:
-    """Return the part's row of an architecture and a way."""
     counts = {number: forward(architecture, number, way) for number in layers}
     most = layers[-1]
     row: dict[str, Any] = {"model": architecture, "way": way}
@@ -70,7 +66,6 @@ def of(architecture: str, way: str, layers: tuple[int, ...]) -> dict[str, Any]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Count all architectures, layer counts and ways, and print one JSON object."""
     parser = argparse.ArgumentParser(prog="python -m compat_matrix.bench.syncs", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="only see that it runs: one model of few layers")
     quick = parser.parse_args(arguments).quick

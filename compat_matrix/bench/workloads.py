@@ -21,13 +21,8 @@ Batch = dict[str, Any]
 
 @dataclass(frozen=True)
 class Distribution:
-    """A lognormal distribution of document lengths in tokens, clipped to the longest.
-
-    The two below are tuned so that mini-batches of four hold about as much padding as the published speed-ups of
-    padding-free training require (2.0 for FLAN, 1.4 for OrcaMath). They are consistent with those numbers but are not
-    measurements of those data sets. Apart from the cut-off, the padding depends on ``sigma`` alone, so ``scaled``
-    keeps it.
-    """
+    # A lognormal distribution of document lengths in tokens, clipped to the longest. Apart from the cut-off, the
+    # padding depends on sigma alone, so scaled() keeps it.
 
     name: str
     mean: float
@@ -35,16 +30,18 @@ class Distribution:
     longest: int = 4096
 
     def draw(self, count: int, seed: int = 0) -> list[int]:
-        """Draw ``count`` lengths of at least one token."""
         centre = np.log(self.mean) - self.sigma**2 / 2
         drawn = np.random.default_rng(seed).lognormal(centre, self.sigma, count)
         return [int(length) for length in np.clip(np.rint(drawn), 1, self.longest)]
 
     def scaled(self, factor: float) -> Distribution:
-        """Return the distribution of documents ``factor`` times as long, for training on a CPU."""
+        # Shorter documents are for training on a CPU.
         return Distribution(self.name, self.mean * factor, self.sigma, max(1, round(self.longest * factor)))
 
 
+# They are tuned so that mini-batches of four hold about as much padding as the published speed-ups of padding-free
+# training require (2.0 for FLAN, 1.4 for OrcaMath). They are consistent with those numbers but are not measurements of
+# those data sets.
 DISTRIBUTIONS = {
     each.name: each for each in (Distribution("FLAN-like", 300, 0.9), Distribution("OrcaMath-like", 400, 0.4))
 }
@@ -52,19 +49,19 @@ FLAN = DISTRIBUTIONS["FLAN-like"]
 
 
 def cut(lengths: Sequence[int], tokens: int) -> list[int]:
-    """Return the first lengths, which add up to ``tokens``; the last one is cut to fit."""
+    # The last length is cut to fit.
     ends = np.minimum(np.cumsum(lengths), tokens)
     return [int(length) for length in np.diff(ends, prepend=0) if length]
 
 
 def mini_batches(distribution: Distribution, steps: int, batch: int = 4, seed: int = 0) -> list[list[int]]:
-    """Draw the lengths of every mini-batch. Each document has at least two tokens, so that it has a target."""
+    # Each document has at least two tokens, so that it has a target.
     drawn = [max(2, length) for length in distribution.draw(steps * batch, seed)]
     return [drawn[start : start + batch] for start in range(0, len(drawn), batch)]
 
 
 def padding_ratio(batches: Sequence[Sequence[int]]) -> float:
-    """Return padded tokens per real token: what packing can gain where cost is linear in tokens."""
+    # Packing can gain so much where cost is linear in tokens.
     return sum(len(batch) * max(batch) for batch in batches) / sum(map(sum, batches))
 
 
@@ -72,57 +69,52 @@ def padding_ratio(batches: Sequence[Sequence[int]]) -> float:
 
 
 def documents(lengths: Sequence[int], vocabulary: int = 512, seed: int = 1) -> list[list[int]]:
-    """Return documents of random tokens with these lengths."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(3, vocabulary, (length,), generator=generator).tolist() for length in lengths]
 
 
 def filled(lengths: Sequence[Sequence[int]], vocabulary: int = 512) -> list[list[list[int]]]:
-    """Return the documents of mini-batches of these lengths."""
     drawn = iter(documents([*itertools.chain(*lengths)], vocabulary))
     return [[*itertools.islice(drawn, len(batch))] for batch in lengths]
 
 
 def padded(docs: Sequence[Sequence[int]]) -> Batch:
-    """Return a row for each document, padded to the longest. Nothing predicts a first token: its label is -100."""
     rows = [torch.tensor(document) for document in docs]
     ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
     mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
     labels = ids.masked_fill(mask == 0, -100)
+    # Nothing predicts a first token.
     labels[:, 0] = -100
     return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
 
 def packed(docs: Sequence[Sequence[int]], lengths: bool = False) -> Batch:
-    """Return the collator's packed batch of the documents, with or without their lengths."""
     collate = fa2patch.DataCollatorWithFlattening(return_flash_attn_kwargs=lengths)
     return collate([{"input_ids": list(document)} for document in docs])
 
 
 def boundaries_of(lengths: Sequence[int]) -> Boundaries:
-    """Return the boundaries of documents of these lengths, on a CPU."""
     return fa2patch.boundaries(torch.cat([torch.arange(length) for length in lengths])[None])
 
 
 # --- models ---------------------------------------------------------------------------------------------------
 
+# Configurations of published models, as far as they differ from COMMON. Nothing is downloaded.
 SHAPES: dict[str, dict[str, Any]] = {
     "Llama-2-7B": {"num_key_value_heads": 32, "intermediate_size": 11008},
     "Mistral-7B": {"model_type": "mistral", "sliding_window": 4096},
     "Granite-8B-code": {"num_hidden_layers": 36, "vocab_size": 49152, "tie_word_embeddings": True},
 }
-"""Configurations of published models, as far as they differ from ``COMMON``. Nothing is downloaded."""
 
 COMMON = {
     "model_type": "llama", "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336, "use_cache": False,
     "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 4096,
 }  # fmt: skip
+# A toy model shows within seconds on a CPU that everything runs.
 TOY = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "vocab_size": 97, "num_hidden_layers": 2}
-"""The sizes of a toy model, which shows within seconds on a CPU that everything runs."""
 
 
 def config(shape: str, layers: int | None = None, toy: bool = False) -> Any:
-    """Return the Transformers config of a shape, optionally with fewer layers or as a toy."""
     from transformers import AutoConfig
 
     numbers = {**COMMON, **SHAPES[shape]}
@@ -133,7 +125,7 @@ def config(shape: str, layers: int | None = None, toy: bool = False) -> Any:
 
 
 def small_llama(layers: int, hidden: int, implementation: str = "sdpa") -> Any:
-    """Build a float32 Llama in train mode: heads of 32 dimensions, half as many key heads, the same weights always."""
+    # Heads have 32 dimensions, there are half as many key heads, and the weights are always the same.
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -148,12 +140,10 @@ BY_HAND = "fa2patch_bench_by_hand"
 
 
 class ByHand:
-    """The lowest possible cost of a packed batch: every layer calls ``kernel`` with precomputed boundaries.
+    """The lowest possible cost of a packed batch: every layer calls ``kernel`` with precomputed boundaries."""
 
-    It registers itself with Transformers' registries of attention and mask functions (4.53 on) under ``BY_HAND``, and
-    adds nothing else. Set ``boundaries`` and load a model with that attention. It can compute no other batch.
-    """
-
+    # It registers itself with Transformers' registries of attention and mask functions (4.53 on) under BY_HAND, and
+    # adds nothing else. Set "boundaries" and load a model with that attention. It can compute no other batch.
     def __init__(self, kernel: Any, of: Boundaries | None = None) -> None:
         from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -164,7 +154,7 @@ class ByHand:
     def attend(
         self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **options: Any
     ) -> tuple[torch.Tensor, None]:
-        """Compute attention of q, k and v ``[1, heads, length, dim]``; return ``[1, length, heads, dim]`` and None."""
+        # query, key and value are [1, heads, length, dim], and the output is [1, length, heads, dim].
         q, k, v = (states.transpose(1, 2).flatten(0, 1) for states in (query, key, value))
         asked = Options(scale=options.get("scaling"), window=options.get("sliding_window"))
         return self.kernel(q, k, v, self.boundaries, asked)[None], None

@@ -29,7 +29,6 @@ from . import found  # noqa: E402
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line and print the lines to stdout."""
     parser = argparse.ArgumentParser(prog="python -m compat_matrix.check", description=__doc__)
     parser.add_argument("--flash-attn", choices=sorted(found.IMPLEMENTATIONS), default="without")
     parser.add_argument("--families", nargs="*")
@@ -73,11 +72,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _lines(stand_in: bool) -> TextIO:
-    """The file of the lines, which is the standard output. What libraries print there goes to standard error.
-
-    Args:
-        stand_in: whether flash-attn's stand-in is put in place of flash-attn. fa2patch must not be imported yet.
-    """
+    # What libraries print goes to standard error, because standard output holds the lines. fa2patch must not be
+    # imported before flash-attn's stand-in is in its place.
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error", TOKENIZERS_PARALLELISM="false", USE_TF="0")
@@ -108,10 +104,8 @@ def _cell(architecture: str, implementations: tuple[str, ...], points: list[str]
 
 
 def in_child(check: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return what ``check`` returns in a forked process; in this one where the system cannot fork.
-
-    An error of the process itself, such as a crash, is the cell's ``error``.
-    """
+    # An error of the process itself, such as a crash, is the cell's error. Where the system cannot fork, check runs in
+    # this process.
     if not hasattr(os, "fork"):
         return check()
     gc.collect()

@@ -17,7 +17,6 @@ POINTS: dict[str, Callable[[Cell], None]] = {}
 
 
 def point(function: Callable[[Cell], None]) -> Callable[[Cell], None]:
-    """Register a function as a point, under its name."""
     POINTS[function.__name__] = function
     return function
 
@@ -32,7 +31,7 @@ class AloneFails(Exception):
 
 @contextmanager
 def unless_alone_raises(alone: Callable[[], object]) -> Iterator[None]:
-    """Turn an error of what is checked into :class:`AloneFails` if ``alone``, without fa2patch, raises the same one."""
+    # An error of what is checked is AloneFails if "alone", without fa2patch, raises the same one.
     try:
         yield
     except Exception as error:
@@ -46,34 +45,30 @@ def unless_alone_raises(alone: Callable[[], object]) -> Iterator[None]:
 
 @dataclass
 class Cell:
-    """One family with one attention implementation in the installed Transformers, in float64 if it is ``in_double``."""
+    """One family with one attention implementation in the installed Transformers."""
 
     family: str
     implementation: str
-    in_double: bool = False
+    in_double: bool = False  # float64 in place of float32
 
     def model(self, dtype: torch.dtype | None = None, **changes: Any) -> Any:
-        """Build the tiny model, with ``changes`` of its config."""
         return tiny_models.build(self.family, self.implementation, dtype or self.dtype, **changes)
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of models: float32, or float64 for ``IN_DOUBLE_PRECISION`` and with ``in_double``."""
         double = self.in_double or self.family in tiny_models.IN_DOUBLE_PRECISION
         return torch.float64 if double else torch.float32
 
     @property
     def of_gradients(self) -> dict[str, float]:
-        """The tolerances of gradients. The floor is needed because, without rope, a key bias has only rounding."""
+        # The floor is needed because, without rope, a key bias has only rounding.
         seed = self.family in tiny_models.SEEDS
         return {} if seed else {"tolerance": GRADIENT_TOLERANCE, "floor": 0.01}
 
     def reference(self, dtype: torch.dtype | None = None, **changes: Any) -> Any:
-        """Build the same model with eager attention.
-
-        Falcon uses sdpa, because its eager code fails on one token. Phi-4-multimodal with pictures is built as it is,
-        because its encoder computes another attention in eager code (its ``is_causal`` is True).
-        """
+        # The same model with eager attention. Falcon uses sdpa, because its eager code fails on one token.
+        # Phi-4-multimodal with pictures is built as it is: its encoder computes another attention in eager code, where
+        # its is_causal is True.
         implementation = "sdpa" if models.kind(self.family) == "falcon" else "eager"
         if self.family == "phi4_multimodal:picture":
             implementation = self.implementation
@@ -81,7 +76,7 @@ class Cell:
 
 
 def assert_unmoved(cell: Cell, after: torch.Tensor, before: torch.Tensor) -> None:
-    """Raise unless logits are bit for bit the same. A mixture may differ by rounding, as its matmuls change shape."""
+    # A mixture may differ by rounding, as its matmuls change shape.
     if tiny_models.is_mixture(cell.family):
         tolerance = TOLERANCE if before.dtype == torch.float32 else 1e-2
         assert_close(after.float(), before.float(), "logits after another document changed", tolerance)

@@ -1,9 +1,8 @@
 """Records which functions and files of fa2patch and of the checks this process executes.
 
-CPython before 3.12 counts in each code object how often it began to run, until it is optimised. Whether that counter
-moved says whether a function was executed, and costs nothing. A tracer (``sys.settrace``) of calls alone makes every
-instruction of 3.11 slower, those of torch and Transformers, too: a cell took 1.6 times as long with it. It is what
-records where there is no such counter.
+CPython before 3.12 counts in each code object how often it began to run, until it is optimised. To look whether that
+counter moved costs nothing. Where there is none, a tracer records calls. It makes every instruction of 3.11 slower,
+those of torch and Transformers, too: a cell took 1.6 times as long with it.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ import wrapt
 HOME = Path(__file__).parents[2]
 _ROOTS = tuple(f"{HOME / package}{os.sep}" for package in ("fa2patch", "compat_matrix"))
 _DYNAMO = "torch._dynamo.symbolic_convert"
+# the module level of each file that was imported; its constants hold the code of its functions
 _loaded: list[CodeType] = []
-"""The module level of each file that was imported. Its constants hold the code of its functions."""
+# the code that a tracer or dynamo saw, by id, because hashing a code object hashes all that it holds
 _seen: dict[int, CodeType] = {}
-"""The code that a tracer or dynamo saw, by id, because hashing a code object hashes all that it holds."""
 
 
 def record() -> None:
-    """Begin to record, in every thread. Files that are imported later are recorded whole."""
+    # Files that are imported later are recorded whole.
     get_code = SourceFileLoader.get_code
 
     def kept(loader: SourceFileLoader, name: str) -> CodeType | None:
@@ -47,12 +46,8 @@ def record() -> None:
 
 
 def executed() -> dict[str, Any]:
-    """Return what was executed since the process began, before and after it was forked.
-
-    Returns:
-        ``functions``: file, name and first line of each function that was called, or traced by dynamo. ``files``: the
-        files that were imported. Files are relative to the folder that holds both packages.
-    """
+    # What ran before a fork counts, too. Functions are given by file, name and first line. Files are relative to the
+    # folder that holds both packages.
     imported = [module for module in list(sys.modules.values()) if _is_file_of_ours(module)]
     before = [getattr(value, "__code__", None) for module in imported for value in vars(module).values()]
     own = [code for code in before if isinstance(code, CodeType) and _is_ours(code)]  # loaded before `record`
@@ -65,11 +60,9 @@ def executed() -> dict[str, Any]:
 
 
 def _counter() -> tuple[int, int] | None:
-    """The place of the counter in a code object, in bytes, and what it is before the first call; None if none counts.
-
-    It is ``co_warmup`` in CPython 3.11 (https://github.com/python/cpython/blob/3.11/Include/cpython/code.h), and
-    ``co_opcache_flag`` in 3.9 and 3.10.
-    """
+    """The place of a code object's counter, in bytes, and what it is before the first call; None if none counts."""
+    # It is co_warmup in CPython 3.11 (https://github.com/python/cpython/blob/3.11/Include/cpython/code.h), and
+    # co_opcache_flag in 3.9 and 3.10.
     if sys.implementation.name != "cpython":
         return None
     probed: dict[str, Any] = {}
@@ -113,7 +106,7 @@ def _relative(file: str) -> str:
 
 
 def _watch_dynamo(symbolic_convert: Any) -> None:
-    """Record what dynamo traces: it reads a function's bytecode instead of calling the function."""
+    # Dynamo reads a function's bytecode instead of calling the function.
     translator = symbolic_convert.InstructionTranslatorBase
     init = translator.__init__
 

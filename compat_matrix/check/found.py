@@ -12,52 +12,45 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Callable
 
+# what is checked without flash-attn and with it, which is its stand-in on a CPU
 IMPLEMENTATIONS = {"without": ("sdpa", "eager"), "with": ("flash_attention_2",)}
-"""The implementations that are checked without flash-attn and with it (its stand-in on a CPU)."""
 
+# These points are run with one implementation only if all implementations share one forward (the interface seam).
+# inertness and generation are not among them, because a model's masks differ with the implementation.
 ONCE = (
     "reverted", "host_reads", "rope_scaling", "checkpointing", "autocast", "lora", "windows", "half_precision",
     "no_dense_mask", "shared_prompts_checkpointed",
 )  # fmt: skip
-"""Points run with one implementation only if all implementations share one forward (the interface seam).
 
-``inertness`` and ``generation`` are not among them, because a model's masks differ with the implementation.
-"""
-
+# These points are run for an architecture for which another one vouches, since all its layers are at the interface seam
+# and apply finds the same in both (compat_matrix.plans). The seam gets q, k and v from the modeling file. What comes
+# after it does not depend on the architecture.
 OF_EVERY_ARCHITECTURE = ("packed_row", "nothing_crosses", "refusals", "generation", "packed_row_with_a_cache")
-"""The points that are run for an architecture for which another one vouches, since all its layers are at the interface
-seam and ``apply`` finds the same in both (``compat_matrix.plans``).
 
-The seam gets q, k and v from the modeling file. What comes after it does not depend on the architecture.
-"""
+VOUCHED = "vouched for by "  # begins the reason of a point that is not run; the architecture that vouches follows
 
-VOUCHED = "vouched for by "
-"""How the reason begins why a point is not run; the architecture that vouches follows."""
-
+# The line of this name tells, behind the plans, what was executed for all of them.
 EXECUTED = "what was executed"
-"""The name of the line that tells, behind the plans, what was executed for all of them."""
 
+# Transformers raises errors with these parts if an architecture does not have an implementation.
 NO_SUCH_IMPLEMENTATION = (
     "scaled_dot_product", "does not support Flash Attention", "FlashAttention cannot", "FlashAttention4",
     "does not support the specified flash attention", "kernels` is",
 )  # fmt: skip
-"""Parts of the errors that Transformers raises if an architecture does not have an implementation."""
 
+# The points under this key compare with what Transformers alone cannot compute. Each has its error.
 ALONE = "alone"
-"""The key of the points that compare with what Transformers alone cannot compute, each with its error."""
 
-ON_TEXT = "checked on rows of text"
-"""Why a point is not run on rows with pictures or sound."""
+ON_TEXT = "checked on rows of text"  # the reason of a point that is not run on rows with pictures or sound
 
+# It stands for all points of an implementation with which Transformers alone fails on one document.
 DOCUMENT = "document"
-"""Stands for all points of an implementation with which Transformers alone fails on one document."""
 
+# The support of such an architecture depends on the implementation that it is loaded with.
 REFUSED_AND_PATCHED = "refused with one attn_implementation, patched with another"
-"""The error of an architecture whose support depends on the implementation that it is loaded with."""
 
 
 def header(flash_attn: str | None, device: str, kernel: str, points: list[str], rows: list[str]) -> dict[str, Any]:
-    """Return what evidence says of its environment, beside the cells."""
     import transformers
 
     return {
@@ -68,7 +61,6 @@ def header(flash_attn: str | None, device: str, kernel: str, points: list[str], 
 
 
 def timed(check: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return the cell that a check makes, with the torch, the time and a core's seconds of the check as ``made``."""
     import torch
 
     when, started = datetime.now(timezone.utc), time.process_time()
@@ -79,11 +71,8 @@ def timed(check: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def cell(architecture: str, implementations: tuple[str, ...], points: list[str], voucher: str = "") -> dict[str, Any]:
-    """Check an architecture, a model type or a config.json, at points for which no other one vouches.
-
-    The findings are as the evidence has them: ``fa2patch`` and ``upstream`` by implementation and the ``seam``, or why
-    it is ``refused``, or an ``error``.
-    """
+    # The findings are as the evidence has them: "fa2patch" and "upstream" by implementation and the "seam", or why the
+    # architecture is "refused", or an "error".
     import fa2patch
 
     from .. import tiny_models
@@ -140,7 +129,7 @@ def cell(architecture: str, implementations: tuple[str, ...], points: list[str],
 
 
 def _interface(loaded: dict[str, Any]) -> bool:
-    """Whether every layer is at the interface seam, where eager differs only in the function that is looked up."""
+    # At the interface seam, eager differs only in the function that is looked up.
     from fa2patch.upstream.find_layers import ModelLayers
 
     model = next(iter(loaded.values()))[1]
@@ -148,7 +137,6 @@ def _interface(loaded: dict[str, Any]) -> bool:
 
 
 def _skipped(cell: Any, seam: list[str], first: bool) -> dict[str, str]:
-    """The points that are not run, with the reason."""
     from .. import tiny_models
 
     of_interface = {*seam} - {"mixer"} == {"interface"}
@@ -158,22 +146,14 @@ def _skipped(cell: Any, seam: list[str], first: bool) -> dict[str, str]:
     return dict.fromkeys(ONCE if again else (), "run with sdpa, or eager")
 
 
+# A point that a float32 model misses by at most so many tolerances may be float32's rounding.
 ROUNDING = 10
-"""A point that a float32 model misses by at most this many tolerances may be float32's rounding."""
 
 
 def held(point: Callable[[Any], None], cell: Any) -> str:
-    """Run a point. If float32 misses a tolerance narrowly, it must hold in float64, with the same tolerance.
-
-    Rounding depends on the processor. Some mixtures' float32 gradients of documents alone are further from float64 than
-    the tolerance. What is computed wrong is wrong in float64, too.
-
-    Returns:
-        By how much float32 missed its tolerance, or an empty string.
-
-    Raises:
-        Exception: what the point raises in float32, if it does not hold.
-    """
+    # A point that float32 misses narrowly must hold in float64, with the same tolerance. Rounding depends on the
+    # processor, and some mixtures' float32 gradients of documents alone are further from float64 than the tolerance.
+    # What is computed wrong is wrong in float64, too. By how much float32 missed is returned, or an empty text.
     import torch
 
     from .compare import TooFar

@@ -26,6 +26,7 @@ from .found import header, timed
 from .rows import alone, documents, pack
 
 LENGTHS = (50, 130, 1, 77)
+# flash-attn is built for heads of 64 dimensions.
 BIG = {
     **dict.fromkeys(["hidden_size", "n_embd", "d_model", "intermediate_size"], 256),
     **dict.fromkeys(["max_position_embeddings", "n_positions", "max_seq_len"], 512),
@@ -33,11 +34,9 @@ BIG = {
     "mamba_n_heads": 8,
     "mamba_d_head": 64,
 }
-"""Sizes with heads of 64 dimensions, which flash-attn is built for."""
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; returns 1 if anything is not ok, 2 if there is no CUDA device."""
     parser = argparse.ArgumentParser(prog="python -m compat_matrix.check.gpu", description=__doc__)
     parser.add_argument("--families", nargs="+", metavar="F", default=list(tiny_models.SEEDS), help="architectures")
     parser.add_argument("--kernels", nargs="+", metavar="K", help="default: all that can run here")
@@ -63,13 +62,11 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def present_kernels(device: str) -> list[str]:
-    """The names of the kernels that can run here on a device."""
     able = (kernel for kernel in kernels.ORDER if kernel.available()[0])
     return [kernel.name for kernel in able if kernel.DEVICES is None or device in kernel.DEVICES]
 
 
 def evidence(architectures: list[str], device: str, kernel: str) -> dict[str, Any]:
-    """Check architectures with one kernel and return the findings in the format that ``results.read_file`` reads."""
     has_flash_attn = importlib.util.find_spec("flash_attn") is not None
     implementations = ("sdpa", "flash_attention_2") if has_flash_attn else ("sdpa",)
     code, cells = commits.of_code(), {}
@@ -120,7 +117,7 @@ def _cell(architecture: str, implementations: tuple[str, ...], device: str, kern
 
 
 def big(architecture: str) -> dict[str, Any]:
-    """The config changes that let flash-attn compute a tiny model."""
+    # With these sizes, flash-attn computes a tiny model.
     known = tiny_models.parameters(tiny_models.config_class(architecture))
     return {name: value for name, value in BIG.items() if name in known}
 
@@ -139,7 +136,6 @@ class UnpatchedFails(Exception):
 
 @torch.no_grad()
 def near_float32(architecture: str, model: Any, kernel: str) -> None:
-    """A packed row is about as close to the float32 model as the documents are when they run alone."""
     docs = [doc.to(model.device) for doc in documents(*LENGTHS)]
     exact = alone(Cell(architecture, "eager").reference(**big(architecture)).to(model.device), docs)
     try:

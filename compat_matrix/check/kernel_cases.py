@@ -15,14 +15,13 @@ LENGTHS = (1, 5, 3, 8)
 HEADS, DIM = 4, 8
 WINDOWS: dict[str, int | None] = {"no window": None, "window 1": 1, "smaller": 4, "equal": 8, "larger": 20}
 
+# the first token of each span, and the token behind its last
 Spans = Sequence["tuple[int, int]"]
-"""The first token of each span and the token behind its last."""
 
 
 def documents(
     lengths: Sequence[int], device: str = "cpu", parents: Sequence[int] | None = None, spans: Spans | None = None
 ) -> Boundaries:
-    """Return boundaries for documents of these lengths, or for segments with parents, or with spans of tokens."""
     of_segments = None if parents is None else torch.tensor(parents, dtype=torch.int32, device=device)
     until = None if spans is None else last_seen(sum(lengths), spans).to(device, torch.int32)
     ends = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
@@ -30,7 +29,7 @@ def documents(
 
 
 def last_seen(tokens: int, spans: Spans) -> torch.Tensor:
-    """Return for each token the last one that it sees: that of its span ``(first, behind the last)``, or itself."""
+    # A token sees up to the last one of its span, or up to itself.
     until = torch.arange(tokens)
     for start, stop in spans:
         until[start:stop] = stop - 1
@@ -46,7 +45,7 @@ def states(
     device: str = "cpu",
     heads: int = HEADS,
 ) -> list[torch.Tensor]:
-    """Return q, k and v ``[tokens, heads, dim]`` of one row. They are so large that a weight on a wrong key shows."""
+    # One row's q, k and v are [tokens, heads, dim], and so large that a weight on a wrong key shows.
     sizes = ((heads, dim), (heads // groups, dim), (heads // groups, value_dim))
     return [
         (1.5 * torch.randn(sum(lengths), *size, dtype=torch.float64)).to(device, dtype).requires_grad_()
@@ -55,7 +54,7 @@ def states(
 
 
 def _tree(lengths: Sequence[int], parents: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return whether a token's segment continues another token's, and the tokens' places on their paths."""
+    # The results say whether a token's segment continues another token's, and the tokens' places on their paths.
     of_token = [segment for segment, length in enumerate(lengths) for _ in range(length)]
     continues = torch.zeros(len(of_token), len(of_token), dtype=torch.bool)
     place = []
@@ -79,7 +78,7 @@ def brute_force(
     parents: Sequence[int] | None = None,
     spans: Spans | None = None,
 ) -> torch.Tensor:
-    """Compute attention by its definition: all scores of the row, with ``-inf`` added where a query must not attend."""
+    # The definition: all scores of the row, with -inf added where a query must not attend.
     tokens, heads, dim = q.shape
     key_head = torch.arange(heads, device=q.device) // (heads // k.shape[1])
     document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(q.device)
@@ -109,17 +108,15 @@ def brute_force(
 
 
 def with_gradients(attend: Callable[[], torch.Tensor], inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the output, and the gradients of a fixed random weighted sum of it with respect to every input."""
+    # The output is followed by the gradients of a fixed random weighted sum of it.
     output = attend()
     direction = torch.randn(output.shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
     return [output, *torch.autograd.grad(output, inputs, direction.to(output.device, output.dtype))]
 
 
 def largest_errors(found: Iterable[torch.Tensor], truth: Iterable[torch.Tensor]) -> list[float]:
-    """Return the largest absolute error of each pair of tensors."""
     return [(a.double() - b.double()).abs().max().item() for a, b in zip(found, truth)]
 
 
 def doubled(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """Return a float64 copy that requires gradients."""
     return None if tensor is None else tensor.detach().double().requires_grad_()

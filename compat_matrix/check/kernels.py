@@ -17,8 +17,8 @@ from .kernel_cases import Spans, brute_force, documents, largest_errors, states,
 HEADS = 4
 LENGTHS = (1, 200, 77, 130)
 PARENTS = (-1, -1, 1, 1)
+# Spans of LENGTHS: a whole document, two side by side, and one at a document's beginning and at its end.
 SPANS = ((0, 1), (21, 40), (40, 59), (201, 231), (398, 408))
-"""Spans of :data:`LENGTHS`: a whole document, two side by side, and one at a document's beginning and at its end."""
 
 FEATURES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -36,20 +36,15 @@ LAYOUTS = ("causal", "both ways", "tree", "spans")
 DIMS = {"head dim 60": (60, 60), "head dim 128": (128, 128), "MLA": (192, 128), "head dim 256": (256, 256),
         "head dim 512": (512, 512)}  # fmt: skip
 NAMES = ("output", "dq", "dk", "dv", "dsinks")
+# The error that is allowed in addition to twice the plain formula's, else 1e-3: float32 may be computed in TF32.
 SLACK = {torch.float32: 5e-3}
-"""Error allowed in addition to twice the plain formula's, where it is not 1e-3: float32 may be computed in TF32."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One call of a kernel, with a name of :data:`FEATURES` and one of :data:`LAYOUTS`.
-
-    ``tree`` and ``spans`` need four documents. There are ``groups`` query heads for each key head.
-    """
-
-    feature: str = "plain"
-    layout: str = "causal"
-    groups: int = 1
+    feature: str = "plain"  # of FEATURES
+    layout: str = "causal"  # of LAYOUTS; "tree" and "spans" need four documents
+    groups: int = 1  # query heads for each key head
     dim: int = 64
     value_dim: int = 64
     dtype: torch.dtype = torch.bfloat16
@@ -57,16 +52,13 @@ class Case:
 
     @property
     def parents(self) -> tuple[int, ...] | None:
-        """The parents of the segments, if they are a tree."""
         return PARENTS if self.layout == "tree" else None
 
     @property
     def spans(self) -> Spans | None:
-        """The spans of tokens that see each other, if there are some."""
         return SPANS if self.layout == "spans" else None
 
     def options(self, device: str) -> Options:
-        """Return the kernel's options. Sinks require gradients."""
         given = dict(FEATURES[self.feature])
         if given.get("sinks"):
             sinks = torch.tensor([0.5, -1.0, 2.0, 4.0], device=device, dtype=self.dtype)
@@ -78,25 +70,22 @@ class Case:
 
 @dataclass(frozen=True)
 class Error:
-    """The largest absolute error of a tensor, which may be :attr:`allowed`, and the tensor's largest true value."""
-
-    found: float
+    found: float  # the largest absolute error of a tensor
     allowed: float
-    largest: float
+    largest: float  # the tensor's largest true value
 
     @property
     def ok(self) -> bool:
-        """Whether the error is allowed; NaN is not."""
+        # NaN is not allowed.
         return self.found <= self.allowed
 
     @property
     def relative(self) -> float:
-        """The error divided by the largest true value, or by 1 if that is less: some true gradients are zero."""
+        # Some true gradients are zero, so the error is divided by 1 at least.
         return self.found / max(self.largest, 1.0)
 
 
 def refusal(kernel: kernels.Kernel, case: Case, device: str) -> str:
-    """Return why the kernel does not support the case; empty if it does."""
     q, k, v = states((2,), case.dtype, case.groups, case.dim, case.value_dim, device, HEADS)
     asked = kernels.asked_by(q, k, v, case.options(device), case.layout == "tree", case.layout == "spans")
     able, reason = kernel.supports(asked)
@@ -104,12 +93,9 @@ def refusal(kernel: kernels.Kernel, case: Case, device: str) -> str:
 
 
 def compared(kernel: kernels.Kernel, case: Case, device: str) -> dict[str, Error]:
-    """Return the errors of the output and of each gradient, by the names in :data:`NAMES`.
-
-    As in flash-attn's own tests, an error may be twice the plain formula's in the same dtype, plus a slack. Errors are
-    distances from the reference in float32. The reference in half precision is too strict a measure: it computes
-    windows and softcap in float32 inside, so it rounds less than a flash kernel, which rounds its weights.
-    """
+    # As in flash-attn's own tests, an error may be twice the plain formula's in the same dtype, plus a slack. Errors
+    # are distances from the reference in float32. The reference in half precision is too strict a measure: it computes
+    # windows and softcap in float32 inside, so it rounds less than a flash kernel, which rounds its weights.
     options = case.options(device)
     q, k, v = states(case.lengths, case.dtype, case.groups, case.dim, case.value_dim, device, HEADS)
     given = [q, k, v, *([options.sinks] if options.sinks is not None else [])]
@@ -127,7 +113,7 @@ def compared(kernel: kernels.Kernel, case: Case, device: str) -> dict[str, Error
 
 
 def cases() -> dict[str, Case]:
-    """Return cases by name that vary one thing at a time, so that a kernel goes through them within a minute."""
+    # The cases vary one thing at a time, so that a kernel goes through them within a minute.
     short = tuple(1 + place % 16 for place in range(240))
     found = {f"{feature}, causal": Case(feature) for feature in FEATURES}
     found.update({f"plain, {layout}": Case(layout=layout) for layout in LAYOUTS})

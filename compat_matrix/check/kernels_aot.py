@@ -38,8 +38,6 @@ TOKENS, BLOCK = 4096, 128
 
 
 class Family(NamedTuple):
-    """The attention of a family: heads, head dimensions, and what its layers ask for besides."""
-
     heads: int
     key_heads: int
     dim: int
@@ -64,29 +62,27 @@ FAMILIES = {
 
 
 class Target(NamedTuple):
-    """A card. ``shared`` is the shared memory that a block of threads may have, in bytes."""
-
     backend: str
     arch: int | str
     warp: int
     capability: tuple[int, int]
-    shared: int
+    shared: int  # bytes of shared memory that a block of threads may have
 
 
+# CUDA C++ Programming Guide, "Technical Specifications per Compute Capability"; AMD's CDNA 3 ISA, "LDS".
 TARGETS = {
     "sm_80": Target("cuda", 80, 32, (8, 0), 166_912),
     "sm_90": Target("cuda", 90, 32, (9, 0), 232_448),
     "sm_100": Target("cuda", 100, 32, (10, 0), 232_448),
     "gfx942": Target("hip", "gfx942", 64, (9, 4), 65_536),
 }
-"""CUDA C++ Programming Guide, "Technical Specifications per Compute Capability"; AMD's CDNA 3 ISA, "LDS"."""
 
 
+# flex_attention hands these to its operator in training (_apply_kernel_options).
 OPTIONS = {
     "PRESCALE_QK": False, "ROWS_GUARANTEED_SAFE": False, "BLOCKS_ARE_CONTIGUOUS": False, "WRITE_DQ": True,
     "OUTPUT_LOGSUMEXP": True, "OUTPUT_MAX": False,
 }  # fmt: skip
-"""What ``flex_attention`` hands to its operator in training (``_apply_kernel_options``)."""
 
 
 class _Made(BaseException):
@@ -95,7 +91,7 @@ class _Made(BaseException):
 
 @contextlib.contextmanager
 def stand_in(target: Target) -> Iterator[list[str]]:
-    """Answer for a card what inductor asks of it, and give the code that it writes."""
+    # It answers for a card what inductor asks of it, and gives the code that inductor writes.
     import torch._inductor.graph
     import triton
     from torch._inductor.runtime.hints import DeviceProperties
@@ -140,7 +136,7 @@ def stand_in(target: Target) -> Iterator[list[str]]:
 
 
 def _permuted(out: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
-    """What ``_permute_strides`` returns, without a copy, which even of fake tensors needs a device."""
+    # It does what _permute_strides does, without a copy: even a copy of fake tensors needs a device.
     made, size = [0] * out.dim(), 1
     for dim in sorted(range(out.dim()), key=lambda dim: strides[dim]):
         made[dim], size = size, size * out.shape[dim]
@@ -148,7 +144,6 @@ def _permuted(out: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
 
 
 def sources(family: Family, target: Target, tokens: int = TOKENS) -> dict[str, str]:
-    """The Python source of the kernels of a layer, forward and backward, by their names in inductor."""
     with stand_in(target) as written:
         for backward in (False, True):
             torch._dynamo.reset()
@@ -162,7 +157,7 @@ def sources(family: Family, target: Target, tokens: int = TOKENS) -> dict[str, s
 
 
 def _lowered(family: Family, tokens: int, backward: bool) -> None:
-    """Hand inductor the graph of a forward or a backward. Inductor ends in :class:`_Made`."""
+    # Inductor ends in _Made.
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.decomposition import select_decomp_table
     from torch.nn.attention.flex_attention import BlockMask
@@ -217,7 +212,7 @@ def _score_of(family: Family, tokens: int) -> Callable[..., torch.Tensor]:
 
 
 def _lifted(function: Any) -> tuple[Callable[..., Any], list[torch.Tensor]]:
-    """The function with the tensors that it refers to as further arguments, and these tensors."""
+    # The tensors that the function refers to become further arguments.
     cells = function.__closure__ or ()
     places = [at for at, cell in enumerate(cells) if isinstance(cell.cell_contents, torch.Tensor)]
 
@@ -231,7 +226,7 @@ def _lifted(function: Any) -> tuple[Callable[..., Any], list[torch.Tensor]]:
 
 
 def _graphs(hop: Any, scored: Callable[..., Any], buffers: list[torch.Tensor]) -> tuple[Any, Any]:
-    """The score and its derivative as graphs, which are traced on a CPU: autograd asks for a real device."""
+    # The graphs are traced on a CPU: autograd asks for a real device.
     from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
     with torch._subclasses.fake_tensor.unset_fake_temporarily(), torch.enable_grad(), TransformGetItemToIndex():
@@ -243,7 +238,6 @@ def _graphs(hop: Any, scored: Callable[..., Any], buffers: list[torch.Tensor]) -
 
 
 def compiled(source: str, target: Target) -> dict[str, Any]:
-    """Compile the source of a kernel for a card; returns seconds, bytes of machine code and of shared memory."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -274,7 +268,6 @@ def compiled(source: str, target: Target) -> dict[str, Any]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print one line of JSON for each family, target and kernel; returns 1 if one does not compile or fit."""
     parser = argparse.ArgumentParser(prog="python -m compat_matrix.check.kernels_aot", description=__doc__)
     parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES), metavar="F")
     parser.add_argument("--targets", nargs="+", choices=TARGETS, default=list(TARGETS), metavar="T")
@@ -291,7 +284,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _all(family: Family, target: Target) -> Iterator[tuple[str, dict[str, Any]]]:
-    """What is found of each kernel of a layer. What inductor or Triton cannot make is an error in its place."""
+    # What inductor or Triton cannot make is an error in its place.
     try:
         made = sources(family, target)
     except Exception as error:  # compilers raise errors of many types

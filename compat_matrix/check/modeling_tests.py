@@ -1,8 +1,7 @@
 """Transformers' own modeling tests for a few architectures, plain or patched: run by ``compat_matrix.upstream_tests``.
 
-The tests are those of ``tests/test_modeling_common.py`` in Transformers' source distribution. What they need of an
-architecture (a tiny config, inputs, its classes) comes from :mod:`compat_matrix.tiny_models`, because the source
-distribution has no tests of single architectures.
+They are those of ``tests/test_modeling_common.py`` in Transformers' source distribution, which has no tests of single
+architectures. So what they need of an architecture comes from :mod:`compat_matrix.tiny_models`.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ counted = {"patched": 0, "refused": 0}
 
 
 class Tester:
-    """What the common tests ask of an architecture's tester."""
+    # The common tests ask this of an architecture's tester.
 
     is_training, batch_size, seq_length = True, 3, 7
 
@@ -42,24 +41,21 @@ class Tester:
         self.num_attention_heads = self.config.num_attention_heads
 
     def get_config(self) -> Any:
-        """A config of its own for each test."""
         return copy.deepcopy(self.config)
 
     def prepare_config_and_inputs_for_common(self) -> tuple[Any, dict[str, torch.Tensor]]:
-        """A config, and tokens ``[batch, length]`` with a mask without zeros."""
         ids = torch.randint(3, self.config.vocab_size, (self.batch_size, self.seq_length))
         return self.get_config(), {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
 def classes_of(config: Any) -> tuple[type, ...]:
-    """The classes of an architecture that Transformers' tables of models have."""
     tables = (getattr(modeling_auto, f"MODEL_{head}MAPPING") for head in _HEADS)
     found = (table.get(type(config), None) for table in tables)
     return tuple(dict.fromkeys(cls for cls in found if isinstance(cls, type)))
 
 
 def patched_first(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-    """Patch an outermost model at its first call, and call it."""
+    # Only an outermost model is patched, at its first call.
     if "_tried" not in vars(model) and not _inside:
         vars(model)["_tried"] = True
         try:
@@ -95,6 +91,5 @@ globals().update({cls.__name__: cls for cls in map(_tests_of, filter(tiny_models
 
 
 def test_what_was_patched(record_testsuite_property: Any) -> None:
-    """Record how many models were patched before their first call, and how many were refused."""
     for name, count in counted.items():
         record_testsuite_property(name, count)

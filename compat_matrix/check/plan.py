@@ -19,16 +19,14 @@ from fa2patch.upstream.find_layers import ModelLayers
 from .. import tiny_models
 from .cell import Cell
 
+# Configs hold these beside the model.
 NOT_OF_THE_MODEL = ("transformers_version", "_attn_implementation", "_attn_implementation_autoset", "_name_or_path")
-"""What configs hold beside the model."""
 
 
 def of(architecture: str, implementations: Iterable[str]) -> dict[str, Any]:
-    """Return the snapshots of an architecture by implementation. No forward is run.
-
-    A snapshot holds what :func:`told` says of the plan, or ``refused`` with fa2patch's error, or ``error`` with another
-    one. ``model`` is a hash of what the points are run on: the tiny config, the dtype, whether there are experts.
-    """
+    # No forward is run. A snapshot holds what told() says of the plan, or "refused" with fa2patch's error, or "error"
+    # with another one. "model" is a hash of what points are run on: the tiny config, the dtype, whether there are
+    # experts.
     found = {}
     for implementation in implementations:
         try:
@@ -61,12 +59,8 @@ def _model(architecture: str, model: Any) -> str:
 
 
 def told(planned: ModelPlan) -> dict[str, Any]:
-    """Return a plan in the types of JSON.
-
-    Returns:
-        ``layers``: how many layers there are of each kind of name, with the seam. ``sites``: what is replaced, and by
-        what. ``found``: the facts and what the traits found. ``route``: the facts of how boundaries reach the layers.
-    """
+    # "layers": how many layers there are of each kind of name, with the seam. "sites": what is replaced, and by what.
+    # "found": the facts and what the traits found. "route": the facts of how boundaries reach the layers.
     layers = Counter(f"{re.sub(r'[0-9]+', 'N', layer.name)}: {layer.seam}" for layer in planned.layers)
     facts = planned.facts
     route = {
@@ -85,7 +79,7 @@ def told(planned: ModelPlan) -> dict[str, Any]:
 
 
 def _known(facts: Facts) -> dict[str, Any]:
-    """Return what tells models apart."""
+    # These tell models apart.
     directions = {"both": facts.both_ways, "contradiction": facts.contradiction, "told": facts.told_of_types}
     positions = {"first": facts.first_position, "by_column": facts.by_column}
     known = {
@@ -106,7 +100,7 @@ def _known(facts: Facts) -> dict[str, Any]:
 
 
 def _text(value: Any) -> Any:
-    """A value of a plan in the types of JSON. Of a data class, what is False, None or empty is left out."""
+    # Of a data class, what is False, None or empty is left out.
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
         empty = (None, False, "", (), {}, frozenset())

@@ -1,16 +1,7 @@
 """Count what a block asks for: reads from the device, calls of Python functions, tensors of the row's length squared.
 
-A read waits on a GPU for all work that is queued there. On a CPU the following are counted as reads:
-
-- operators that dispatch one: ``.item()``, ``int()``, ``bool()``, ``nonzero``, boolean indexing, ``masked_select``,
-  ``equal``, ``unique``, ``repeat_interleave`` without ``output_size``;
-- ``.cpu()``, ``.to("cpu")``, ``.tolist()``, ``.numpy()``. They dispatch no read on a CPU, so the methods themselves are
-  replaced. Their results, and tensors computed from these alone, are on the host: ``.cpu().numpy()`` is one read;
-- a tensor passed to a kernel as ``max_seqlen``: the kernel's front end needs a number and reads it (``arguments``).
-
-Reads of a stand-in or the reference, which loop on the host, are counted apart (``kernel``); a GPU kernel takes
-``cu_seqlens`` as a tensor. Copies from the host to the device are not counted. Neither are checks that fa2patch makes
-only of tensors on a CPU: on other devices the same condition is a device-side assertion, which does not wait.
+A read waits on a GPU for all work that is queued there. On a CPU, what would be such a read is counted. Copies from the
+host to the device are not counted. Neither are checks that fa2patch makes only of tensors on a CPU.
 """
 
 from __future__ import annotations
@@ -31,12 +22,18 @@ from unittest import mock
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+# Operators that dispatch a read: .item(), int(), bool(), nonzero, boolean indexing, masked_select, equal, unique, and
+# repeat_interleave without output_size.
 DISPATCHED = {
     "_local_scalar_dense", "is_nonzero", "nonzero", "nonzero_numpy", "masked_select", "equal", "_unique", "_unique2",
     "unique_dim", "unique_consecutive", "unique_dim_consecutive",
 }  # fmt: skip
+# These dispatch no read on a CPU, so the methods themselves are replaced. Their results, and tensors computed from
+# these alone, are on the host: .cpu().numpy() is one read.
 CALLED = ("cpu", "to", "tolist", "numpy")
+# Reads of a stand-in or the reference, which loop on the host, count apart: a GPU kernel takes cu_seqlens as a tensor.
 KERNELS = ("compat_matrix.check.stand_in", "fa2patch.kernels")
+# These read tensors on a CPU only. Elsewhere they call aten::_assert_async, which does not wait, or read nothing.
 CPU_ONLY = {
     ("fa2patch.documents.find", "_is_of_ones"),
     ("fa2patch.documents.tensors", "require_here"),
@@ -44,24 +41,20 @@ CPU_ONLY = {
     ("fa2patch.documents.stated", "_agreement"),
     ("fa2patch.upstream.seams.scores", "_hides"),
 }
-"""Functions that read tensors on a CPU only. Elsewhere they call ``aten::_assert_async``, or read nothing."""
 
+# functions of each package that derive boundaries from position ids
 DERIVING = {
     "fa2patch": {"recognise"},
     "transformers": {"prepare_fa2_from_position_ids", "prepare_fa_kwargs_from_position_ids"},
 }
-"""Functions of each package that derive boundaries from position ids."""
 
 _TRANSPARENT = ("torch", "contextlib", __name__)
 _HOST = "_bench_on_host"
 
 
 def calls(function: Callable[[], Any]) -> Counter[str]:
-    """Call a function and count the calls of Python functions in it, itself included, by ``module.function``.
-
-    Every step of a generator is a call. The sum of the values is the same on any machine with these versions. Garbage
-    is not collected meanwhile: that would add the finalizers and weakref callbacks of whatever ran before.
-    """
+    # Every step of a generator is a call. The sum of the values is the same on any machine with these versions. Garbage
+    # is not collected meanwhile: that would add the finalizers and weakref callbacks of whatever ran before.
     found: Counter[str] = Counter()
 
     def told(frame: Any, event: str, argument: Any) -> None:
@@ -82,24 +75,14 @@ def calls(function: Callable[[], Any]) -> Counter[str]:
 
 @dataclass
 class Count:
-    """The reads within one block.
-
-    Attributes:
-        reads: reads that code of the chosen packages asked for.
-        kernel: reads inside a kernel.
-        arguments: tensors that were passed to a kernel as ``max_seqlen``.
-        derived: how often boundaries were derived from position ids.
-        where: the number of ``reads`` by operator and function.
-    """
-
-    reads: int = 0
-    kernel: int = 0
-    arguments: int = 0
-    derived: int = 0
-    where: Counter[str] = field(default_factory=Counter)
+    reads: int = 0  # that code of the chosen packages asked for
+    kernel: int = 0  # reads inside a kernel
+    arguments: int = 0  # tensors passed to a kernel as max_seqlen: its front end needs a number and reads it
+    derived: int = 0  # how often boundaries were derived from position ids
+    where: Counter[str] = field(default_factory=Counter)  # the number of "reads" by operator and function
 
     def note(self, name: str, packages: tuple[str, ...]) -> None:
-        """Attribute a read to the innermost frame outside torch, or to a kernel around it."""
+        # A read belongs to the innermost frame outside torch, or to a kernel around it.
         every = ((_module(frame), frame.f_code.co_name) for frame, _ in traceback.walk_stack(sys._getframe()))
         stack = [*itertools.dropwhile(lambda at: _is_in(at[0], _TRANSPARENT), every)]
         if not stack or not CPU_ONLY.isdisjoint(stack):
@@ -116,11 +99,7 @@ _active: list[Count] = []
 
 @contextlib.contextmanager
 def counted(packages: tuple[str, ...] = ("fa2patch", "transformers")) -> Iterator[Count]:
-    """Count reads, and derivations of boundaries, within the block.
-
-    Args:
-        packages: the packages whose reads are counted in ``Count.reads``.
-    """
+    # packages: those whose reads are counted in Count.reads
     count = Count()
 
     def reading(name: str, original: Any) -> Any:
@@ -147,7 +126,7 @@ def counted(packages: tuple[str, ...] = ("fa2patch", "transformers")) -> Iterato
 
 
 def _deriving() -> list[tuple[ModuleType, str]]:
-    """Where functions that derive boundaries are looked up: in their modules, and in those that import them."""
+    # They are looked up in their modules, and in those that import them.
     found = []
     for module in list(sys.modules.values()):
         names = DERIVING.get(getattr(module, "__name__", "").partition(".")[0], ())
@@ -165,8 +144,6 @@ def _deriver(count: Count, function: Any) -> Any:
 
 
 def watched(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a kernel so that tensors passed as ``max_seqlen_q`` and ``max_seqlen_k`` are counted."""
-
     @functools.wraps(kernel)
     def call(*args: Any, **kwargs: Any) -> Any:
         for count in _active:
@@ -191,7 +168,7 @@ class _Reads(TorchDispatchMode):
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:
-    """The tensors in an operator's arguments or results. The general walk of a tree takes six times as long."""
+    # The general walk of a tree takes six times as long.
     for value in values.values() if isinstance(values, dict) else values:
         if isinstance(value, torch.Tensor):
             yield value
@@ -232,11 +209,7 @@ def _is_in(module: str, packages: tuple[str, ...]) -> bool:
 
 
 class Squares(TorchDispatchMode):
-    """Records every tensor made within the block whose last two dimensions are both ``length``.
-
-    Attributes:
-        found: The operation and the shape of each of them.
-    """
+    """Records every tensor made within the block whose last two dimensions are both ``length``."""
 
     def __init__(self, length: int) -> None:
         super().__init__()

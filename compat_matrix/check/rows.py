@@ -11,13 +11,11 @@ from .. import tiny_configs, tiny_models
 
 
 def documents(*lengths: int, seed: int = 0) -> list[torch.Tensor]:
-    """Random documents, each of token ids ``[length]``."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(3, tiny_configs.VOCABULARY, (length,), generator=generator) for length in lengths]
 
 
 def pack(docs: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Pack documents into one row: ``input_ids`` and ``position_ids`` ``[1, length]``."""
     return {
         "input_ids": torch.cat(docs)[None],
         "position_ids": torch.cat([_count(doc) for doc in docs], dim=1),
@@ -25,22 +23,19 @@ def pack(docs: list[torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def takes_cache(model: Any) -> bool:
-    """Whether a model's forward takes ``use_cache``. A masked LM's ``**kwargs`` do not count, as it has no cache."""
+    # A masked LM's **kwargs do not count, as it has no cache.
     parameters = inspect.signature(type(model).forward).parameters.values()
     encodes = "MaskedLM" in type(model).__name__
     return any(p.name == "use_cache" or (p.kind is p.VAR_KEYWORD and not encodes) for p in parameters)
 
 
 def takes_positions(model: Any) -> bool:
-    """Whether an unpatched model's forward takes ``position_ids``. A patched one always does."""
+    # The class is not patched: a patched forward always takes position_ids.
     return "position_ids" in inspect.signature(type(model).forward).parameters
 
 
 def alone(model: Any, docs: list[torch.Tensor], counts_itself: bool = False, **call: Any) -> torch.Tensor:
-    """Run each document alone, with further arguments, and return the logits ``[tokens, vocabulary]`` of all.
-
-    Unless it ``counts_itself``, a model that does not count from 0 is given ``position_ids``.
-    """
+    # Unless it counts_itself, a model that does not count from 0 is given position_ids. call: further arguments
     if not takes_cache(model):
         call.pop("use_cache", None)
     elif "use_cache" in inspect.signature(type(model).forward).parameters and not _shares_keys(model):
@@ -54,7 +49,7 @@ def alone(model: Any, docs: list[torch.Tensor], counts_itself: bool = False, **c
 
 
 def output_or_error(model: Any, **given: Any) -> Any:
-    """What a forward returns, or the text of its error, because some unpatched models fail on some batches."""
+    # Some unpatched models fail on some batches.
     try:
         return model(**given)
     except Exception as error:
@@ -62,12 +57,12 @@ def output_or_error(model: Any, **given: Any) -> Any:
 
 
 def without_lengths(row: dict[str, Any]) -> dict[str, Any]:
-    """A packed row whose documents only its ids tell."""
+    # Only its ids tell the row's documents then.
     return {name: value for name, value in row.items() if not name.startswith(("cu_seq", "max_length"))}
 
 
 def _shares_keys(model: Any) -> bool:
-    """Whether some layers take earlier layers' keys and values from the cache, and compute others without a cache."""
+    # Such layers take earlier layers' keys and values from the cache, and compute others without a cache.
     return bool(getattr(getattr(model.config, "text_config", model.config), "num_kv_shared_layers", 0))
 
 
@@ -80,7 +75,7 @@ def _count(doc: torch.Tensor) -> torch.Tensor:
 
 
 def loss_of(logits: torch.Tensor, docs: list[torch.Tensor]) -> torch.Tensor:
-    """The sum of next-token losses inside documents, from logits ``[tokens, vocabulary]``."""
+    # logits: [tokens, vocabulary]
     pieces = zip(logits.split([len(doc) for doc in docs]), docs)
     return sum(
         torch.nn.functional.cross_entropy(piece[:-1].float(), doc[1:], reduction="sum")
@@ -90,7 +85,6 @@ def loss_of(logits: torch.Tensor, docs: list[torch.Tensor]) -> torch.Tensor:
 
 
 def gradients(model: Any) -> dict[str, torch.Tensor]:
-    """Take the gradients of all parameters, by name, and reset them."""
     found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
     return found

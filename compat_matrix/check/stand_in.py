@@ -22,8 +22,8 @@ _QUESTIONS = (
     "is_flash_attn_greater_or_equal",
 )  # fmt: skip
 
+# some arguments of every varlen call, for tests that inspect them
 CALLS: list[dict[str, Any]] = []
-"""Some arguments of every varlen call, for tests that inspect them."""
 
 
 def flash_attn_varlen_func(
@@ -31,7 +31,7 @@ def flash_attn_varlen_func(
     window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False,
     block_table=None,
 ):  # fmt: skip
-    """Compute varlen attention of q ``[tokens, heads, dim]``; queries are the last of their keys, as in flash-attn."""
+    # q: [tokens, heads, dim]. Queries are the last of their keys, as in flash-attn.
     CALLS.append({"cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q, "window_size": window_size})
     ends_q, ends_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     if ends_q[-1] != q.shape[0] or ends_k[-1] != k.shape[0]:
@@ -59,7 +59,7 @@ def flash_attn_func(
     q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
     deterministic=False, return_attn_probs=False,
 ):  # fmt: skip
-    """Compute attention of q ``[batch, length, heads, dim]``."""
+    # q: [batch, length, heads, dim]
     batch = q.shape[0]
     cu_q, cu_k = (torch.arange(0, (batch + 1) * x.shape[1], x.shape[1], dtype=torch.int32) for x in (q, k))
     flat = (x.reshape(-1, *x.shape[2:]) for x in (q, k, v))
@@ -71,23 +71,20 @@ def flash_attn_func(
 
 
 def flash_attn_with_kvcache(*args, **kwargs):
-    """Raise NotImplementedError: the stand-in has no paged cache."""
     raise NotImplementedError("the stand-in has no paged cache")
 
 
 def index_first_axis(x, indices):
-    """Select rows of ``x``."""
     return x[indices]
 
 
 def pad_input(hidden_states, indices, batch, seqlen):
-    """Put tokens ``[tokens, ...]`` back at their places in ``[batch, seqlen, ...]``."""
+    # hidden_states: [tokens, ...]. They are put at their places in [batch, seqlen, ...].
     padded = hidden_states.new_zeros(batch * seqlen, *hidden_states.shape[1:])
     return padded.index_copy(0, indices.long(), hidden_states).view(batch, seqlen, *hidden_states.shape[1:])
 
 
 def unpad_input(hidden_states, attention_mask, *unused):
-    """Drop padding; returns the tokens, their flat indices, ``cu_seqlens`` and ``max_seqlen``."""
     lengths = attention_mask.sum(-1, dtype=torch.int32)
     indices = attention_mask.flatten().nonzero().flatten()
     cu = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
@@ -95,7 +92,6 @@ def unpad_input(hidden_states, attention_mask, *unused):
 
 
 def install() -> None:
-    """Make ``import flash_attn`` give the stand-in, and make Transformers report it as available."""
     package = ModuleType("flash_attn")
     package.__spec__ = importlib.machinery.ModuleSpec("flash_attn", loader=None)
     package.__version__ = "2.6.3"

@@ -14,11 +14,12 @@ from .. import tiny_media, tiny_models
 from .cell import AloneFails, Cell
 from .rows import documents, pack
 
+# They are tried in order. Some flash classes cannot compute float32, and neither can the real kernels.
 DTYPES = (torch.float32, torch.bfloat16)
-"""The dtypes to try in order. Some flash classes cannot compute float32, and neither can the real kernels."""
 
 LENGTHS = (5, 9, 3, 7)
 
+# Functions that make the forward arguments of five everyday packed batches.
 ROWS: dict[str, Callable[[], dict[str, Any]]] = {
     "one row": lambda: _row(LENGTHS),
     "two rows": lambda: _two_rows(),
@@ -26,12 +27,11 @@ ROWS: dict[str, Callable[[], dict[str, Any]]] = {
     "mask of ones": lambda: _row(LENGTHS, attention_mask=torch.ones(1, sum(LENGTHS), dtype=torch.long)),
     "default cache": lambda: _row(LENGTHS, use_cache=None),
 }
-"""Functions that make the forward arguments of five everyday packed batches."""
 
 
 @contextmanager
 def alone_computes(what: str = "") -> Iterator[None]:
-    """Turn any error of the unpatched model, of which the block computes something, into :class:`AloneFails`."""
+    # what: such as " on one document"
     try:
         yield
     except Exception as error:
@@ -50,14 +50,13 @@ def _two_rows() -> dict[str, Any]:
 
 
 def outcomes(cell: Cell) -> dict[str, str]:
-    """Verify an unpatched model on each of :data:`ROWS`; each result is ``ok``, ``leak`` or ``error: ...``."""
     if tiny_models.has_media(cell.family):
         return _with_media(cell)
     return {name: _outcome(cell, make()) for name, make in ROWS.items()}
 
 
 def _with_media(cell: Cell) -> dict[str, str]:
-    """The outcomes of rows with pictures or sound, as fa2patch's collator packs them. Upstream's packs tokens only."""
+    # fa2patch's collator packs the rows. Upstream's packs tokens only.
     docs = [tiny_media.document(cell.family, 3, "it", 2, seed=1), tiny_media.document(cell.family, 5, seed=2)]
     try:
         row = fa2patch.DataCollatorForMultimodalFlattening(cell.model())(docs)

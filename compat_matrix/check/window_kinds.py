@@ -14,8 +14,8 @@ from typing import Any, Callable
 
 from .. import tiny_models
 
+# Whether a query sees a key of its document, called with their positions in it and the config's argument.
 Sees = Callable[[int, int, int], bool]
-"""Whether a query sees a key of its document, called with their positions in it and the config's argument."""
 
 
 def _window(query: int, key: int, size: int) -> bool:
@@ -36,17 +36,14 @@ def _half_to_each_side(query: int, key: int, size: int) -> bool:
 
 @dataclass(frozen=True)
 class Kind:
-    """A config argument that hides tokens of a query's own document, by its definition.
-
-    The sizes to try, in tokens, are a token itself, less than a document, as much as the longest document, and more.
-    """
+    """A config argument that hides tokens of a query's own document, by its definition."""
 
     name: str
     sees: Sees
+    # in tokens: a token itself, less than a document, as much as the longest document, and more
     sizes: tuple[int, ...] = (1, 3, 5, 12, 40)
 
     def hides(self, length: int, size: int, encoder: bool = False) -> bool:
-        """Whether a window of ``size`` hides any token from another in a document of ``length`` tokens."""
         pairs = ((i, j) for i in range(length) for j in range(length if encoder else i + 1))
         return not all(self.sees(i, j, size) for i, j in pairs)
 
@@ -58,16 +55,17 @@ KINDS = {
     "attention_chunk_size": Kind("attention_chunk_size", _chunk),
     "local_attention": Kind("local_attention", _half_to_each_side, (2, 6, 12, 40)),
 }
+# These mean something else in causal models: the window of ModernBERT's decoder is half of it.
 DECODERS = {"local_attention": Kind("local_attention", _half_a_window, (2, 6, 12, 24, 48))}
-"""Arguments with another meaning in causal models: the window of ModernBERT's decoder is half of it."""
 
+# These arguments state the kinds of layers.
 LAYERS = {
     "attention_layers", "attention_types", "block_types", "layer_types", "layers_block_type", "max_window_layers",
     "mlp_layer_types", "mtp_layer_types", "mtp_layers_block_type", "mtp_mlp_layer_types",
     "prefix_dense_sliding_window_pattern", "sliding_window_pattern", "use_sliding_window",
 }  # fmt: skip
-"""Names of arguments that state the kinds of layers."""
 
+# These sound like windows and are none. Each has its meaning.
 NO_WINDOWS = {
     "chunk_size": "a mixer computes so many tokens at a time",
     "chunk_size_feed_forward": "a block without attention computes so many tokens at a time",
@@ -78,7 +76,6 @@ NO_WINDOWS = {
     "num_local_experts": "experts",
     "rope_local_base_freq": "rotary embeddings of local layers",
 }
-"""Names that sound like windows but are not, with their meaning."""
 
 _SOUNDS_LIKE_ONE = re.compile(r"window|chunk|local|sliding|layer_types|block_type|attention_(types|layers)")
 _LOCAL_LAYER = re.compile(r"[\"'](\w*(?:sliding|chunked)(?:_attention)?)[\"']")
@@ -90,11 +87,6 @@ class UnknownWindow(Exception):
 
 
 def of(architecture: str) -> list[Kind]:
-    """List the kinds whose argument the config of an architecture takes.
-
-    Raises:
-        UnknownWindow: The config has a name that sounds like a window and is in no table of this file.
-    """
     config = tiny_models.text_config_of(architecture)
     takes = tiny_models.parameters(type(config))
     names = {name.lstrip("_") for name in {*vars(config), *takes} if _SOUNDS_LIKE_ONE.search(name)}
@@ -110,22 +102,16 @@ def of(architecture: str) -> list[Kind]:
 
 @dataclass(frozen=True)
 class Way:
-    """A way to tell a config which layers have a window.
+    """A way to tell a config which layers have a window."""
 
-    Attributes:
-        changes: The config arguments.
-        layers: How many layers then have a window; None if that is not known here.
-        one: Arguments of the same name that give one of two layers a window. Eager code that gives both layers a
-            window does not implement the name, so it is not compared with.
-    """
-
-    changes: dict[str, Any]
-    layers: int | None = None
+    changes: dict[str, Any]  # the config arguments
+    layers: int | None = None  # how many layers then have a window; None if that is not known here
+    # Arguments of the same name that give one of two layers a window. Eager code that gives both layers a window does
+    # not implement the name, so it is not compared with.
     one: dict[str, Any] | None = None
 
 
 def ways(architecture: str) -> dict[str, Way]:
-    """Return every way that the config of an architecture has, by name."""
     config = tiny_models.text_config_of(architecture)
     takes = tiny_models.parameters(type(config))
     on: dict[str, Any] = {"use_sliding_window": True} if "use_sliding_window" in takes else {}
@@ -146,7 +132,7 @@ def ways(architecture: str) -> dict[str, Way]:
 
 
 def _with_a_local_layer(architecture: str, types: list[str] | None) -> list[str] | None:
-    """``layer_types`` with a local layer in it, named as in the modeling file; None if that has no such name."""
+    # The local layer is named as in the modeling file.
     if not types or any(_LOCAL_LAYER.fullmatch(f'"{kind}"') for kind in types):
         return types and list(types)
     names = _LOCAL_LAYER.findall(inspect.getsource(tiny_models.modeling(architecture)))
@@ -157,12 +143,11 @@ def _with_a_local_layer(architecture: str, types: list[str] | None) -> list[str]
 
 
 def reads(architecture: str, kind: Kind) -> bool:
-    """Whether the modeling file mentions the argument of a kind."""
     return _is_in(kind.name, tiny_models.modeling(architecture))
 
 
 def spoken_of(name: str, config: Any) -> bool:
-    """Whether a model's files mention an argument; that a config has it proves nothing, as it keeps any argument."""
+    # That a config has an argument proves nothing, as it keeps any argument.
     package = type(config).__module__.rpartition(".")[0]
     modules = [module for path, module in sys.modules.items() if path.startswith(f"{package}.") and module]
     return any(

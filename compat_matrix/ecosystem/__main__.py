@@ -22,12 +22,11 @@ from .stacks import EVIDENCE, HERE, INTEGRATIONS, Row, Stack, rows, stack_of, st
 
 ROOT = HERE.parents[1]
 Found = dict[str, Any]
+# tests by outcome, each with what it said
 Outcomes = dict[str, list[str]]
-"""Tests by outcome, each with what it said."""
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the chosen stacks and rows, write their evidence and print a line for each; returns 1 if a test failed."""
     known: dict[str, Stack | Row] = {**{name: stack for name, stack in stacks().items() if stack.tests}, **rows()}
     parser = argparse.ArgumentParser(prog="python -m compat_matrix.ecosystem", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"default: all of {', '.join(known)}")
@@ -59,7 +58,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def of_stack(stack: Stack, given: argparse.Namespace, packages: Path, at: Callable[[int], None]) -> Outcomes:
-    """Run the tests of a stack in its environment, write its evidence, and return the tests by outcome."""
     chosen = [str(ROOT / word) if word.startswith("tests/") else word for word in stack.tests]
     every = ["-m", "slow or not slow", *chosen]
     report = suite.in_environment(stack.name, every, given.environments, packages, at)
@@ -71,7 +69,6 @@ def of_stack(stack: Stack, given: argparse.Namespace, packages: Path, at: Callab
 
 
 def of_row(row: Row, given: argparse.Namespace, at: Callable[[int], None]) -> Outcomes:
-    """Run the slow tests of a row, write how they ended, and return the tests by outcome."""
     command = [sys.executable, "-m", "pytest", "-m", "slow", *row.tests]
     cases = suite.reported(command, ROOT, None, at).cases
     file = given.evidence / INTEGRATIONS.relative_to(EVIDENCE)
@@ -82,7 +79,6 @@ def of_row(row: Row, given: argparse.Namespace, at: Callable[[int], None]) -> Ou
 
 
 def of_tests(row: Row, cases: list[suite.Case]) -> Found:
-    """Return what is kept of a row's tests."""
     tests = {case.name: case.outcome for case in cases}
     used = {stack_of(test) for test in tests}
     return {
@@ -96,13 +92,12 @@ def of_tests(row: Row, cases: list[suite.Case]) -> Found:
 
 
 def check_of(test: str) -> str:
-    """Return the name in the evidence of a test: its parameter, such as ``trainer zero2``, or its own name."""
+    # A check is named by its test's parameter, such as "trainer zero2", else by the test.
     name, _, parameter = test.partition("[")
     return parameter.rstrip("]") or name.removeprefix("test_")
 
 
 def finding(case: suite.Case) -> Found:
-    """Return what is kept of a stack's test: whether it holds, the numbers that it recorded, and why it does not."""
     if case.outcome == "skipped":
         return {"skipped": case.said}
     holds = case.outcome == "passed"

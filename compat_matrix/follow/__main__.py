@@ -24,6 +24,7 @@ from .page import page, verdict
 
 ROOT = environments.HERE.parent
 PAGE = Path(__file__).with_name("RELEASE.md")
+# The commit holds these.
 WRITTEN = (
     "README.md",
     "docs",
@@ -32,11 +33,9 @@ WRITTEN = (
     "fa2patch/evidence.json",
     "fa2patch/upstream.json",
 )
-"""What the commit holds."""
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line."""
     parser = argparse.ArgumentParser(prog="python -m compat_matrix.follow", description=__doc__)
     parser.add_argument("release", help="its number")
     parser.add_argument("--environments", type=Path, default=ROOT / ".compat", help="where environments are kept")
@@ -58,10 +57,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def add_block(release: str) -> None:
-    """Add a release to versions.toml, behind the newest one and with its settings, if it has no block.
-
-    The release of a minor that has a block takes its place: one patch release of each minor is checked.
-    """
+    # One patch release of each minor is checked, so a release takes the place of its minor's block. Another one goes
+    # behind the newest block, with its settings.
     if release in environments.versions():
         return
     last = environments.newest().name
@@ -77,7 +74,6 @@ def add_block(release: str) -> None:
 
 
 def look(release: str, folder: Path) -> Changes:
-    """Make a release's environment and plans, write what changed since the one before to RELEASE.md, and return it."""
     before = watch.before(release)
     plans.main(["--versions", before, release, "--environments", str(folder), "--write"])
     planned = plans.read()
@@ -91,12 +87,10 @@ def look(release: str, folder: Path) -> Changes:
 
 
 def check(release: str, folder: Path) -> bool:
-    """Check the cells of a release that are not fresh; return whether any fails."""
     return bool(matrix.main(["--versions", release, "--environments", str(folder), "--stale"]))
 
 
 def write_tables() -> None:
-    """Write the texts that name the newest release, and what is made from the evidence."""
     from ..publish import __main__ as publish  # it needs the extra ``matrix``, which the page does not
 
     newest.main(["--write"])
@@ -104,7 +98,6 @@ def write_tables() -> None:
 
 
 def commit(release: str, found: Changes) -> None:
-    """Commit everything, with the page's verdict and the cells' counts in the message."""
     cells = read_file(environments.HERE / "evidence" / f"{release}.json").cells
     states = Counter(cell.state for cell in cells.values())
     counted = ", ".join(f"{count} {state}" for state, count in states.most_common())

@@ -1,8 +1,7 @@
 """Compares two Transformers by their sources, and says which changes a person must decide about.
 
-Every release has new arguments: most belong to one new model. What fa2patch must know is red, by the five rules of
-:data:`RULES`. ``seen.json`` holds every argument of a forward by the release that had it first, those that were general
-(in :data:`SPREAD` folders of models) by the release in which they became so, and what a person accepted.
+Every release has new arguments: most belong to one new model. What fa2patch must know is red, by the rules of
+:data:`RULES`. ``seen.json`` holds what earlier releases had, and what a person accepted.
 """
 
 from __future__ import annotations
@@ -24,15 +23,13 @@ from .sources import Sources, folder
 
 SEEN = Path(__file__).with_name("seen.json")
 
+# An argument in so many folders of models is general: code for any model may pass it. From 4.34 to 5.24, nine arguments
+# spread over so many folders in one release. Five folders are too few: that is what one family of new models shares.
 SPREAD = 10
-"""The number of folders of models from which on an argument is general: code for any model may pass it.
-
-From 4.34 to 5.24, nine arguments spread over so many folders in one release. Five folders are too few: that is what one
-family of new models shares.
-"""
 
 _BOUNDARIES = re.compile(r"cu_?seq|seq_?idx|seq_?len|(^|_)docs?(_|$)|document|segment|packed|packing|boundar")
 
+# What makes a release red, each with what to do then.
 RULES = {
     "spreads": (
         f"an argument that forwards of {SPREAD} folders or more gained, and that was in fewer before",
@@ -56,41 +53,34 @@ RULES = {
         "Find what took its place, and what fa2patch does where it looks the name up.",
     ),
 }
-"""What makes a release red, each with what to do then."""
 
 
+# the forwards that gained or lost an argument, by the argument
 Moves = dict[str, list[tuple[str, str]]]
-"""The forwards that gained or lost an argument, by the argument."""
 
 
 @dataclass(frozen=True)
 class Red:
-    """One thing that a person must decide about: the key of the rule, the argument, and the places in words."""
-
-    rule: str
-    name: str
-    where: str
+    rule: str  # a key of RULES
+    name: str  # the argument
+    where: str  # the places in words
 
 
 @dataclass
 class Seen:
-    """What ``seen.json`` holds, each by release: its new arguments, those then general, and what was ``accepted``."""
-
-    since: dict[str, list[str]] = field(default_factory=dict)
-    general: dict[str, list[str]] = field(default_factory=dict)
-    accepted: dict[str, dict[str, str]] = field(default_factory=dict)
+    since: dict[str, list[str]] = field(default_factory=dict)  # by the release that had them first
+    general: dict[str, list[str]] = field(default_factory=dict)  # by the release in which they became so
+    accepted: dict[str, dict[str, str]] = field(default_factory=dict)  # reasons of a person, by release and argument
 
     @classmethod
     def read(cls, file: Path = SEEN) -> Seen:
         return cls(**json.loads(file.read_text(encoding="utf-8")))
 
     def write(self, file: Path = SEEN) -> None:
-        """Write the file, with one line for each release."""
         rows = {part: {release: names for release, names in held.items() if names} for part, held in vars(self).items()}
         file.write_text(diffable.dumped(rows, 2) + "\n", encoding="utf-8")
 
     def before(self, release: str) -> tuple[frozenset[str], frozenset[str]]:
-        """The arguments that any release before this one had, and those that were general."""
         had, general = (
             frozenset(name for each, names in rows.items() if Version(each) < Version(release) for name in names)
             for rows in (self.since, self.general)
@@ -98,7 +88,7 @@ class Seen:
         return had, general
 
     def learn(self, sources: Sources) -> None:
-        """Add the arguments of a release. Releases are learnt in their order."""
+        # Releases are learnt in their order.
         had, general = self.before(sources.release)
         wide = {name for name, folders in sources.takers.items() if len(folders) >= SPREAD}
         self.since[sources.release] = sorted({*sources.takers} - had)
@@ -107,23 +97,18 @@ class Seen:
 
 @dataclass(frozen=True)
 class Changes:
-    """What changed from one Transformers to another: in forwards of both, and arguments that no earlier one had.
-
-    ``relied`` are the names that fa2patch's sources spell, with their first places. ``reds`` are without ``accepted``.
-    """
-
     before: Sources
     after: Sources
-    relied: Mapping[str, str]
-    gained: Moves
+    relied: Mapping[str, str]  # the names that fa2patch's sources spell, with their first places
+    gained: Moves  # by forwards of both, as "lost"
     lost: Moves
-    new: frozenset[str]
-    reds: tuple[Red, ...]
+    new: frozenset[str]  # arguments that no earlier release had
+    reds: tuple[Red, ...]  # without those that are accepted
     accepted: tuple[Red, ...]
 
 
 def compared(before: Sources, after: Sources, seen: Seen, as_then: bool = False) -> Changes:
-    """Compare two Transformers. What was seen in ``after`` or later is left out, ``as_then`` also what was accepted."""
+    # What was seen in "after" or later does not count. With as_then, what was accepted does not count either.
     gained, lost = _moved(before, after), _moved(after, before)
     had, general = seen.before(after.release)
     had |= before.takers.keys()
@@ -141,10 +126,8 @@ def compared(before: Sources, after: Sources, seen: Seen, as_then: bool = False)
 
 @functools.cache
 def spelled(root: Path = environments.HERE.parent / "fa2patch") -> dict[str, str]:
-    """The names that fa2patch's sources spell, each with the first place. It looks everything of Transformers up so.
-
-    The names of arguments stand in ``documents/names.py``, which therefore comes first.
-    """
+    # fa2patch looks everything of Transformers up by names that its sources spell. The names of arguments stand in
+    # documents/names.py, which therefore comes first.
     found: dict[str, str] = {}
     for file in sorted(root.rglob("*.py"), key=lambda file: (file.name != "names.py", file)):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
@@ -155,7 +138,6 @@ def spelled(root: Path = environments.HERE.parent / "fa2patch") -> dict[str, str
 
 
 def _moved(before: Sources, after: Sources) -> Moves:
-    """The forwards of both that take an argument only in ``after``, by the argument."""
     both = before.forwards.keys() & after.forwards.keys()
     return grouped(
         (name, place)
@@ -166,7 +148,6 @@ def _moved(before: Sources, after: Sources) -> Moves:
 
 
 def folders(places: Iterable[tuple[str, str]]) -> list[str]:
-    """The folders of forwards, sorted."""
     return sorted({folder(path) for path, _ in places})
 
 
@@ -193,7 +174,7 @@ def _like_boundaries(after: Sources, new: frozenset[str]) -> Iterator[Red]:
 def _replacing(
     gained: Moves, lost: Moves, new: frozenset[str], relied: Mapping[str, str], told: set[str]
 ) -> Iterator[Red]:
-    """Arguments that are new where one is gone, in at least half of their forwards, if no other name explains it."""
+    # A new argument replaces one that is gone from at least half of the same forwards, if no other name explains it.
     explained = {place for name in told for place in gained.get(name, ())}
     for name in sorted(new & gained.keys() - told):
         places = {*gained[name]} - explained
@@ -213,7 +194,6 @@ def _gone(before: Sources, after: Sources, relied: Mapping[str, str]) -> Iterato
 
 
 def listed(names: Iterable[str], most: int = 4) -> str:
-    """Names in a sentence. The rest is counted."""
     every = [f"`{name}`" for name in names]
     more = f" and {len(every) - most} more" if len(every) > most else ""
     return ", ".join(every[:most]) + more

@@ -14,15 +14,14 @@ from pathlib import Path
 
 from .. import environments
 
+# how texts say which releases are supported
 _RANGE = re.compile(r"(\b4\.34 to )\d+\.\d+\b")
-"""How texts say which releases are supported."""
 
+# The line of tests/constraints.txt with what the tests run with. A comment behind it says why it is held back.
 _PIN = re.compile(r'(?m)^(transformers==)[\d.]+(; python_version >= "3\.11")$')
-"""The line of tests/constraints.txt with what the tests run with. A comment behind it says why it is held back."""
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print the newest release; returns 1 if, with ``--check``, a text says another one."""
     parser = argparse.ArgumentParser(prog="python -m compat_matrix.follow.newest", description=__doc__)
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--write", action="store_true", help="write it into README, docs and tests/constraints.txt")
@@ -40,7 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def texts(root: Path) -> Iterator[tuple[Path, str, str]]:
-    """Each text that names the newest release: its file, what it says, and what it should say."""
+    # Each text is yielded as its file, what it says, and what it should say.
     release = environments.newest().transformers
     minor = ".".join(release.split(".")[:2])
     for file in (root / "README.md", *sorted((root / "docs").rglob("*.md")), root / "tests" / "constraints.txt"):

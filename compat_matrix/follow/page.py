@@ -11,14 +11,13 @@ from ..tiny_models import OUT_OF_SCOPE
 from .changes import RULES, Changes, Red, folders, listed
 from .sources import folder
 
-MOST = 12
-"""The most rows of a table of names. The rest is counted."""
+MOST = 12  # rows of a table of names; the rest is counted
 
 _CAUSAL = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
 
 
 def page(found: Changes, planned: tuple[Snapshots, Snapshots] | None = None) -> str:
-    """The page. ``planned`` is what ``apply`` finds in the architectures of both, if their environments were made."""
+    # planned: what apply finds in the architectures of both, if their environments were made
     before, after = found.before.release, found.after.release
     parts = [f"# Transformers {after}, beside {before}", verdict(found)]
     if found.reds:
@@ -33,7 +32,6 @@ def page(found: Changes, planned: tuple[Snapshots, Snapshots] | None = None) -> 
 
 
 def verdict(found: Changes) -> str:
-    """One line: red with the names, or green."""
     if not found.reds:
         return "**Green:** nothing that fa2patch must know is new."
     names = dict.fromkeys(red.name for red in found.reds)
@@ -72,7 +70,6 @@ def _common(found: Changes) -> list[str]:
 
 
 def _plans(before: Snapshots, after: Snapshots) -> str:
-    """What ``apply`` finds in the architectures of the matrix, beside what it found before."""
     new, gone = after.keys() - before.keys(), before.keys() - after.keys()
     both = {name: after[name] for name in before.keys() & after.keys()}
     differ = list(differences({name: before[name] for name in both}, both))
@@ -87,7 +84,6 @@ def _plans(before: Snapshots, after: Snapshots) -> str:
 
 
 def _models(found: Changes) -> list[str]:
-    """New and removed model types, and what they map to."""
     had, has = (each.tables.get("CONFIG_MAPPING_NAMES", {}).keys() for each in (found.before, found.after))
     new, gone = has - had, had - has
     tables = {name: rows for name, rows in found.after.tables.items() if name.startswith("MODEL_")}
@@ -113,13 +109,12 @@ def _models(found: Changes) -> list[str]:
 
 
 def _own(name: str) -> set[str]:
-    """The folders that may be a model type's own: ``llava_text`` is in ``llava``."""
+    # A folder of fewer words may be a model type's own: llava_text is in llava.
     words = name.replace("-", "_").split("_")
     return {"_".join(words[: count + 1]) for count in range(len(words))}
 
 
 def _arguments(found: Changes) -> list[str]:
-    """The arguments that forwards of both gained or lost, the most frequent first, and those of new models."""
     lines = []
     names = sorted(
         {*found.gained, *found.lost},
@@ -148,7 +143,6 @@ def _where(places: Sequence[tuple[str, str]]) -> str:
 
 
 def _functions(found: Changes) -> list[str]:
-    """The library's functions that fa2patch spells and whose arguments changed."""
     lines = []
     for path, file in found.after.files.items():
         had = found.before.files.get(path)
@@ -164,7 +158,6 @@ def _functions(found: Changes) -> list[str]:
 
 
 def _sizes(found: Changes) -> list[str]:
-    """The folders whose modeling files changed most, in lines."""
     added: Counter[str] = Counter()
     removed: Counter[str] = Counter()
     for path in _common(found):

@@ -23,58 +23,39 @@ _READ = re.compile(
 
 @dataclass(frozen=True)
 class File:
-    """One source file.
-
-    Attributes:
-        forwards: The arguments of each class's ``forward``, by the class: each name with its annotation, empty if it
-            has none. The keys that a forward reads from its ``**kwargs`` count as arguments.
-        unpacked: The classes of keywords that its forwards unpack into their ``**kwargs``.
-        keywords: The fields of each ``TypedDict``, by the class.
-        functions: The arguments of its module-level functions, by the function.
-        defined: The names of its classes, functions and methods.
-        tables: The auto classes' tables: a class's name by the model type, by the table's name.
-    """
-
     text: str
+    # The arguments of each class's forward, by the class: each name with its annotation, empty if it has none. The keys
+    # that a forward reads from its **kwargs count as arguments.
     forwards: dict[str, dict[str, str]]
-    unpacked: set[str]
-    keywords: dict[str, tuple[str, ...]]
-    functions: dict[str, tuple[str, ...]]
-    defined: set[str]
-    tables: dict[str, dict[str, str]]
+    unpacked: set[str]  # the classes of keywords that forwards unpack into their **kwargs
+    keywords: dict[str, tuple[str, ...]]  # the fields of each TypedDict
+    functions: dict[str, tuple[str, ...]]  # the arguments of module-level functions
+    defined: set[str]  # classes, functions and methods
+    tables: dict[str, dict[str, str]]  # the auto classes' tables by name: a class's name by the model type
 
 
 @dataclass(frozen=True)
 class Sources:
-    """The sources of one Transformers.
-
-    Attributes:
-        release: The version that they say, such as ``5.22.2`` or ``5.22.0.dev0``.
-        files: The modeling files and the library's modules that concern models, by their paths in the package.
-    """
-
-    release: str
-    files: dict[str, File]
+    release: str  # that the sources say, such as "5.22.2" or "5.22.0.dev0"
+    files: dict[str, File]  # modeling files, and the library's modules that concern models, by path
     folders: frozenset[str]
 
     @functools.cached_property
     def modeling(self) -> dict[str, File]:
-        """The modeling files."""
         return {path: file for path, file in self.files.items() if "/modeling_" in path and "models/auto/" not in path}
 
     @functools.cached_property
     def forwards(self) -> dict[tuple[str, str], dict[str, str]]:
-        """The arguments of every forward of a modeling file, by the file and the class."""
         return {(path, cls): taken for path, file in self.modeling.items() for cls, taken in file.forwards.items()}
 
     @functools.cached_property
     def takers(self) -> dict[str, frozenset[str]]:
-        """The folders of models whose forwards take an argument, by the argument."""
+        # Each argument has the folders of models whose forwards take it.
         return _places((name, folder(path)) for (path, _), taken in self.forwards.items() for name in taken)
 
     @functools.cached_property
     def keywords(self) -> dict[str, frozenset[str]]:
-        """The fields of the library's classes of keywords that forwards unpack, by the class."""
+        # Each of the library's classes of keywords that forwards unpack has its fields.
         unpacked = {cls for file in self.modeling.values() for cls in file.unpacked}
         return {
             cls: frozenset(fields)
@@ -86,7 +67,6 @@ class Sources:
 
     @functools.cached_property
     def tables(self) -> dict[str, dict[str, str]]:
-        """The auto classes' tables."""
         found: dict[str, dict[str, str]] = {}
         for file in self.files.values():
             for name, rows in file.tables.items():
@@ -95,7 +75,7 @@ class Sources:
 
     @functools.cached_property
     def modeled(self) -> dict[str, frozenset[str]]:
-        """The modeling files that have a class or a function of a name, or a forward with it, by the name."""
+        # Each name has the modeling files with a class, a function or an argument of a forward of this name.
         return _places(
             (name, path)
             for path, file in self.modeling.items()
@@ -105,13 +85,13 @@ class Sources:
 
     @functools.cached_property
     def library(self) -> dict[str, frozenset[str]]:
-        """The other files that have a class or a function of a name, by the name."""
+        # Each name has the other files with a class or a function of this name.
         others = self.files.keys() - self.modeling.keys()
         return _places((name, path) for path in others for name in self.files[path].defined)
 
     @functools.cached_property
     def homes(self) -> dict[str, str]:
-        """The folder whose modeling file has a class, by the class."""
+        # Each class has the folder whose modeling file defines it.
         return {name: folder(path) for path, file in self.modeling.items() for name in file.defined}
 
 
@@ -120,15 +100,11 @@ def _places(pairs: Iterable[tuple[str, str]]) -> dict[str, frozenset[str]]:
 
 
 def folder(path: str) -> str:
-    """The folder of a modeling file, such as ``llama``."""
     return path.split("/")[-2]
 
 
 def read(home: Path, read_file: Callable[[int], None] = lambda count: None) -> Sources:
-    """Read the package below a folder, which may be ``transformers`` or ``src/transformers`` there.
-
-    ``read_file`` is called after each file with the number of all.
-    """
+    # read_file: called after each file with the number of all
     candidates = (home, home / "transformers", home / "src" / "transformers", *home.glob("*/src/transformers"))
     package = next((each for each in candidates if (each / "modeling_utils.py").exists()), None)
     if package is None:
@@ -145,7 +121,7 @@ def read(home: Path, read_file: Callable[[int], None] = lambda count: None) -> S
 
 
 def of_release(release: str, folder: Path) -> Path:
-    """The sources of a release: those in the folder of environments if its was made, else they are installed there."""
+    # The release's environment has the sources if it was made. Else they are installed beside it.
     for package in folder.glob(f"{release}/lib/python*/site-packages/transformers"):
         return package
     home = folder / "sources" / release
@@ -156,7 +132,7 @@ def of_release(release: str, folder: Path) -> Path:
 
 @functools.lru_cache(maxsize=1024)
 def _parsed(text: str) -> File:
-    """A file by its text: most files of two releases are the same."""
+    # Most files of two releases have the same text.
     lines, tree = text.splitlines(), ast.parse(text)
     found = File(text, {}, set(), {}, {}, set(), {})
     for node in tree.body:
@@ -186,7 +162,6 @@ def _arguments(function: ast.FunctionDef) -> dict[str, str]:
 
 
 def _from_kwargs(forward: ast.FunctionDef, lines: list[str]) -> dict[str, str]:
-    """The keys that a forward reads from its ``**kwargs``."""
     if forward.args.kwarg is None:
         return {}
     body = "\n".join(lines[forward.lineno - 1 : forward.end_lineno])
@@ -195,7 +170,7 @@ def _from_kwargs(forward: ast.FunctionDef, lines: list[str]) -> dict[str, str]:
 
 
 def _rows(table: ast.expr) -> Iterator[tuple[str, str]]:
-    """The rows of a table of the auto classes: pairs in a list, or a dict."""
+    # A table is a list of pairs, or a dict.
     for node in ast.walk(table):
         pairs: list[tuple[ast.expr | None, ast.expr]] = []
         if isinstance(node, ast.Tuple) and len(node.elts) == 2:

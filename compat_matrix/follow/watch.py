@@ -26,7 +26,6 @@ COMMAND = "python -m compat_matrix.follow.watch"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; returns 1 if what is looked at is red."""
     parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__)
     parser.add_argument("release", nargs="?", help="a release; default: the newest of versions.toml")
     parser.add_argument("--sources", type=Path, help="a folder with sources, which are looked at in place of a release")
@@ -58,7 +57,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def before(release: str) -> str:
-    """The release of versions.toml before this one."""
     older = [block.name for block in environments.releases() if Version(block.name) < Version(release)]
     if not older:
         raise SystemExit(f"versions.toml has no release before {release}. Name one with --against")
@@ -66,7 +64,6 @@ def before(release: str) -> str:
 
 
 def accept(found: Changes, names: Sequence[str], because: str) -> None:
-    """Write to seen.json that names, which must be red, are so no longer in a release."""
     red = {each.name for each in found.reds}
     if {*names} - red:
         raise SystemExit(f"not red in {found.after.release}: {', '.join(sorted({*names} - red))}. Red: {sorted(red)}")
@@ -76,7 +73,6 @@ def accept(found: Changes, names: Sequence[str], because: str) -> None:
 
 
 def history(folder: Path) -> None:
-    """Read all releases in their order, and write what the watch would have said of each, and what was seen."""
     seen, rows = Seen(accepted=Seen.read().accepted), []
     old = None
     with bars() as progress:

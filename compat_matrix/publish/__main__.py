@@ -18,7 +18,6 @@ COMMAND = "python -m compat_matrix.publish"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; returns 1 if the evidence is malformed or, with ``--check``, a file is out of date."""
     parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; fail if a file is not as it would be")
     parser.add_argument("--root", type=Path, default=environments.HERE.parent, help="of the repository")
@@ -41,12 +40,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def made(root: Path) -> dict[Path, str]:
-    """Return the path and the new text of every file that is made from the evidence.
-
-    Raises:
-        Malformed: The evidence or the markers in README or the pages of docs are not as expected, or a cell does not
-            say which commit made it.
-    """
     folder = root / "compat_matrix"
     listed = folder / "versions.toml"
     wanted = environments.tomllib.loads(listed.read_text())["version"] if listed.exists() else ()
@@ -68,22 +61,17 @@ def made(root: Path) -> dict[Path, str]:
 
 
 def require_commits(results: Results) -> None:
-    """Raise :class:`Malformed` if a cell does not say which commit made it, because its age could not be shown."""
+    # Without its commit, a cell's age could not be shown.
     for environment in results.environments:
         unsaid = [name for name, cell in environment.cells.items() if cell.made is not None and not cell.made.commit]
         if unsaid:
             raise Malformed(
                 f"{environment.name}: expected the commit that made each cell, found none in {len(unsaid)} of "
-                f"{len(environment.cells)}, such as {unsaid[0]}. Run python -m compat_matrix --resume in a clone"
+                f"{len(environment.cells)}, such as {unsaid[0]}. Run python -m compat_matrix --stale in a clone"
             )
 
 
 def between(file: Path, **texts: str) -> str:
-    """Return the text of a file with each of ``texts`` put between the markers of its name.
-
-    Raises:
-        Malformed: A marker is missing or appears twice.
-    """
     text = file.read_text(encoding="utf-8")
     for name, inner in texts.items():
         begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"

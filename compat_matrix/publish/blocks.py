@@ -18,27 +18,26 @@ _LEFT = {
     "xfail": "{:,} were known failures of Transformers",
     "fail": "{:,} failed",
 }
+# the names shown for the ways of the bench's part "syncs"
 WAYS = {
     "upstream": "Transformers",
     "upstream, lengths": "Transformers, with lengths",
     "fa2patch": "fa2patch",
     "fa2patch, lengths": "fa2patch, with lengths",
 }
-"""The names shown for the ways of the part ``syncs`` of the bench."""
 
 ARCHITECTURE = "llama"
 
+# tokens of a long row
 ROWS = {"16k": 2**14, "64k": 2**16, "256k": 2**18, "1M": 2**20}
-"""Tokens of a long row."""
 
 PROCESSES = (2, 4, 8, 16, 32)
 GPUS = (8, 32)
+# Bytes of a GPU of 80 GiB that the counted tensors may take. A fifth is left for what is not counted.
 BUDGET = 64 * 2**30
-"""Bytes of a GPU of 80 GiB that the counted tensors may take. A fifth is left for what is not counted."""
 
 
 def summary(results: Results) -> str:
-    """Return what was found and how old that is, in a few sentences, and where everything can be read."""
     total = results.score(*results.counted)
     releases = {environment.transformers for environment in results.counted}
     devices = sorted({environment.device for environment in results.counted})
@@ -57,7 +56,6 @@ def summary(results: Results) -> str:
 
 
 def reads() -> str:
-    """Return the table of reads from the device in one forward, by release and with or without the lengths."""
     found = [row for row in figures.committed("syncs")["rows"] if row["model"] == ARCHITECTURE]
     most = [column for column in found[0] if column.endswith(" layers")][-1]
     counts = {(row["way"], row["Transformers"]): str(row[most]) for row in found}
@@ -71,7 +69,6 @@ def reads() -> str:
 
 
 def overhead() -> str:
-    """Return sentences about the time that the patch takes: of the import, of ``apply``, per layer and per forward."""
     imported, *collected, applied = figures.committed("startup")["rows"]
     ids, lengths = figures.committed("overhead")["rows"]
     of_them = "".join(f", {row['ms']:.0f} ms of them garbage collection" for row in collected)
@@ -85,7 +82,7 @@ def overhead() -> str:
 
 
 def kernel_table() -> str:
-    """Return what every kernel can do at best; ``fa2patch kernels`` shows what it can do on a machine."""
+    # This is what every kernel can do at best. "fa2patch kernels" shows what it can do on a machine.
     rows = []
     for row in kernels.kernel_rows():
         can = ", ".join(row["dtypes"] or ["any"]), str(row["head_dim"] or "any"), ", ".join(row["features"])
@@ -94,7 +91,6 @@ def kernel_table() -> str:
 
 
 def costs() -> str:
-    """Return the table of bytes for an 8B model, by length of a row and number of processes."""
     model, rows = DECODERS["8B"], []
     for name, processes in product(("64k", "256k", "1M"), PROCESSES):
         tokens = ROWS[name] // processes
@@ -111,7 +107,6 @@ def costs() -> str:
 
 
 def engines() -> str:
-    """Return the table of what fits, by length of a row, size of the model and number of GPUs."""
     rows = (
         [name, model, *(engine(decoder, tokens, count) for count in GPUS)]
         for name, tokens in ROWS.items()
@@ -121,7 +116,7 @@ def engines() -> str:
 
 
 def engine(model: Decoder, tokens: int, gpus: int) -> str:
-    """Return the first of the ways to train with rows of ``tokens`` that fits; fewer processes for a row come first."""
+    # Ways with fewer processes for a row come first.
     left = BUDGET - long_rows.bytes_of_states(model, gpus)
     if left < 0:
         return "weights and optimizer do not fit"
@@ -143,6 +138,5 @@ def engine(model: Decoder, tokens: int, gpus: int) -> str:
 
 
 def size(number: float) -> str:
-    """Return bytes as a number of MiB or GiB with two digits or more."""
     value, unit = (number / 2**30, "GiB") if number >= 2**30 else (number / 2**20, "MiB")
     return f"{value:,.0f} {unit}" if value >= 10 else f"{value:.1f} {unit}"

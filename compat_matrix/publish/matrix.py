@@ -18,14 +18,12 @@ from .need import SEEDS
 
 HERE = {"ok": "✓", "refused": "R", "xfail": "x", "fail": "**FAIL**"}
 ALONE = {"ok": "✓", "plain": "~", "leak": "✗", "error": "!", "unknown": "?"}
-OLDER = "°"
-"""Stands behind a cell that executed code which newer cells executed in another form."""
+OLDER = "°"  # stands behind a cell that executed code which newer cells executed in another form
 
-COLUMNS = 13
-"""The largest number of versions side by side in MATRIX.md."""
+COLUMNS = 13  # versions side by side in MATRIX.md, at most
 
+# How a reason counts for which a point was not run. Any other is one of the architecture's or of the version's.
 WHY = {VOUCHED: "shared", "the interface seam vouches": "shared", ON_TEXT: "text"}
-"""How a reason is counted for which a point was not run. Any other is one of the architecture's or of the version's."""
 
 _FLASH = {"stand-in": "a stand-in for flash-attn with the same signature", "none": "no flash-attn"}
 _WEB = Path(__file__).parent / "web"
@@ -34,7 +32,6 @@ _POINTS = Path(__file__).parents[1] / "check" / "points"
 
 
 def tables(results: Results) -> str:
-    """Return the text of MATRIX.md: totals, every cell, reasons and environments."""
     return words.rendered(
         "MATRIX.md.jinja",
         results=results,
@@ -57,7 +54,6 @@ def tables(results: Results) -> str:
 
 
 def split(band: Sequence[Environment], columns: int) -> list[Sequence[Environment]]:
-    """Split a band evenly into as few as possible with at most ``columns`` environments each."""
     parts = -(-len(band) // columns)
     ends = [round(part * len(band) / parts) for part in range(parts + 1)]
     return [band[start:end] for start, end in zip(ends, ends[1:])]
@@ -76,7 +72,6 @@ def _totals(results: Results) -> Iterator[list[str]]:
 
 
 def _grid(results: Results, part: Sequence[Environment]) -> tuple[list[str], list[list[str]]]:
-    """Return the head and the rows of the table of a part's cells."""
     rows = []
     for name in results.architectures:
         having = [environment for environment in part if name in environment.cells]
@@ -98,7 +93,7 @@ def _sign(cell: Cell, results: Results) -> str:
 
 
 def _where(results: Results, state: str) -> dict[tuple[str, str], list[str]]:
-    """Return architectures with their environments, by the reason and the link that they have this state for."""
+    # The keys are reasons and links.
     found: dict[tuple[str, str], list[str]] = {}
     for name in results.architectures:
         cells = [(each.cell(name), each.name) for each in results.environments]
@@ -109,7 +104,7 @@ def _where(results: Results, state: str) -> dict[tuple[str, str], list[str]]:
 
 
 def _refused(results: Results) -> list[tuple[str, list[str]]]:
-    """Return the refused cells, grouped by the common part of their reasons."""
+    # Cells are grouped by the common part of their reasons.
     found: dict[str, list[str]] = {}
     for (reason, _), cells in _where(results, "refused").items():
         sentence = reason.split(". ")[0].rstrip(".")
@@ -120,7 +115,6 @@ def _refused(results: Results) -> list[tuple[str, list[str]]]:
 
 
 def _reasons(results: Results, state: str) -> list[str]:
-    """Return each reason once, with its architectures and versions."""
     return [
         f"{'; '.join(where)}: {words.plain(reason)}{f' ([why]({link}))' if link else ''}"
         for (reason, link), where in sorted(_where(results, state).items())
@@ -128,13 +122,11 @@ def _reasons(results: Results, state: str) -> list[str]:
 
 
 def _loaded(results: Results) -> dict[str, int]:
-    """Return in how many isolated cells points held with each ``attn_implementation``, and how many cells there are."""
     cells = [cell for each in results.counted for cell in each.cells.values() if cell.state == "ok"]
     return {"all": len(cells), **Counter(name for cell in cells for name, run in cell.checked.items() if run.ok)}
 
 
 def _runs_of_points(results: Results) -> Iterator[list[str]]:
-    """Yield each point with the number of isolated cells that ran it, and of those that did not, by the reason."""
     found: dict[str, Counter[str]] = {}
     for environment in results.counted:
         for point in environment.points:
@@ -152,7 +144,6 @@ def _how(cell: Cell, point: str) -> str:
 
 
 def _points(results: Results, of: Callable[[Checked], Mapping[str, str]]) -> list[list[str]]:
-    """Return points that say nothing about fa2patch, with their reasons and architectures."""
     found = grouped(
         (why, name)
         for environment in results.environments
@@ -169,7 +160,7 @@ def _points(results: Results, of: Callable[[Checked], Mapping[str, str]]) -> lis
 
 
 def page(results: Results) -> str:
-    """Return the text of matrix.html, which loads nothing from the network."""
+    # The page loads nothing from the network.
     total = results.score(*results.counted)
     alone = [cell.upstream.state for each in results.counted for cell in each.cells.values() if cell.upstream]
     return words.rendered(
@@ -189,7 +180,7 @@ def page(results: Results) -> str:
 
 
 def points() -> dict[str, str]:
-    """Return the points' names and the first line of their docstrings, sorted by name, without importing torch."""
+    # The points are parsed, because importing them needs torch.
     found = {}
     files = sorted(_POINTS.glob("*.py"), key=lambda file: not file.name.startswith("media"))
     for file in files:  # what is said of rows of text is kept, where rows with pictures have a point of the same name
@@ -200,7 +191,7 @@ def points() -> dict[str, str]:
 
 
 class _Once(dict[Any, int]):
-    """Numbers distinct values in order of appearance; thousands of cells share few reasons."""
+    # It numbers distinct values in order of appearance: thousands of cells share few reasons.
 
     def __missing__(self, key: Any) -> int:
         self[key] = len(self)
@@ -208,12 +199,9 @@ class _Once(dict[Any, int]):
 
 
 def data(results: Results) -> dict[str, Any]:
-    """Return the data of the page's script.
-
-    A cell is three numbers, indices into ``cells`` (fa2patch), ``runs`` (Transformers alone) and ``made``, or 0 where
-    the version does not have the architecture. In these tables, texts are indices into ``texts``; states, counts, and
-    whether older code made the cell are numbers of their own.
-    """
+    # A cell is three numbers: indices into "cells" (fa2patch), "runs" (Transformers alone) and "made". It is 0 where
+    # the version does not have the architecture. In these tables, texts are indices into "texts"; states, counts, and
+    # whether older code made the cell are numbers of their own.
     cells, runs, made, texts = _Once(), _Once(), _Once(), _Once()
 
     def numbered(value: Any) -> Any:
@@ -258,7 +246,7 @@ def _runs(alone: tuple[Upstream, ...]) -> list[Any]:
 
 
 def _minors(environments: Iterable[Environment]) -> dict[str, list[int]]:
-    """Return the numbers of the environments of each minor; the one that is named as the release comes first."""
+    # The environment that is named as the release comes first.
     found: dict[str, list[int]] = {}
     for number, environment in enumerate(environments):
         if not environment.allowed_to_fail:

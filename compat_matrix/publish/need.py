@@ -11,43 +11,31 @@ from fa2patch.evidence import stretches
 from ..cells import Environment, Results
 from . import words
 
+# The first minor of each column of the table: within a column, nearly every case has one result.
 STARTS = ((4, 34), (4, 44), (4, 53), (5, 0))
-"""The first minor of each column of the table: within a column, nearly every case has one result."""
 
+# the families that the table is about, with the names shown
 SEEDS = {
     "llama": "Llama", "mistral": "Mistral", "mixtral": "Mixtral", "falcon": "Falcon", "phi": "Phi", "phi3": "Phi-3",
     "qwen2": "Qwen2", "qwen2_moe": "Qwen2MoE", "gemma": "Gemma", "stablelm": "StableLM", "starcoder2": "StarCoder2",
     "olmo": "OLMo", "dbrx": "DBRX", "granite": "Granite",
 }  # fmt: skip
-"""The fourteen families that the table is about, and the name shown for each."""
 
-MIXERS = ()
-"""In place of names: all architectures with mixers."""
+MIXERS = ()  # in place of names: all architectures with mixers
 
 
+# an architecture, a minor, and "ok", "leak" or "error"
 Outcome = tuple[str, tuple[int, int], str]
-"""An architecture, a minor, and ``ok``, ``leak`` or ``error``."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A row of the table.
-
-    Attributes:
-        title: What the user does.
-        architectures: Their names; :data:`MIXERS` stands for all with mixers.
-        implementations: The ways in which the model is loaded; empty takes all that were run.
-        rows: The kinds of packed row.
-        slow: Whether right is also slow.
-        untested: The result in every version, where the evidence has no such row.
-    """
-
-    title: str
-    architectures: tuple[str, ...]
-    implementations: tuple[str, ...] = ()
-    rows: tuple[str, ...] = ("one row",)
-    slow: bool = False
-    untested: str = ""
+    title: str  # what the user does
+    architectures: tuple[str, ...]  # MIXERS stands for all with mixers
+    implementations: tuple[str, ...] = ()  # the ways in which the model is loaded; empty takes all that were run
+    rows: tuple[str, ...] = ("one row",)  # kinds of packed row
+    slow: bool = False  # what is right is also slow
+    untested: str = ""  # the result in every version, where the evidence has no such row
 
 
 _FLASH, _MASKED = ("flash_attention_2",), ("sdpa", "eager")
@@ -67,7 +55,6 @@ _WORDS = {"ok": "right", "leak": "**leaks**", "error": "an error"}
 
 
 def table(results: Results) -> str:
-    """Return the table with the sentences around it, as Markdown."""
     columns = words.bands(results.counted, STARTS)
     families, hybrids = (
         Counter(each.cell(name).state for each in results.counted for name in names if name in each.cells)
@@ -79,7 +66,6 @@ def table(results: Results) -> str:
 
 
 def cell(case: Case, environments: Iterable[Environment], results: Results) -> str:
-    """The result of a case in a band, with its exceptions."""
     if case.untested:
         return _WORDS[case.untested]
     found = outcomes(case, environments, results)
@@ -93,7 +79,6 @@ def cell(case: Case, environments: Iterable[Environment], results: Results) -> s
 
 
 def outcomes(case: Case, environments: Iterable[Environment], results: Results) -> list[Outcome]:
-    """The results of a case that are in the evidence."""
     names = case.architectures or mixers(results)
     return [
         (name, environment.minor, run.rows[row].partition(":")[0])
@@ -107,14 +92,13 @@ def outcomes(case: Case, environments: Iterable[Environment], results: Results) 
 
 
 def mixers(results: Results) -> tuple[str, ...]:
-    """The architectures with a mixer in any version."""
     return tuple(
         name for name in results.architectures if any("mixer" in each.cell(name).seam for each in results.counted)
     )
 
 
 def _exception(found: list[Outcome], result: str) -> str:
-    """What stands before the main result: ``right in 4.54``, ``**leaks** in Falcon``, ``an error in 8 of 14 ...``."""
+    # It is such as "right in 4.54", "**leaks** in Falcon" or "an error in 8 of 14 model types".
     minors = sorted({minor for _, minor, _ in found})
     having = {minor for _, minor, other in found if other == result}
     if not having & {minor for _, minor, other in found if other != result}:
@@ -126,7 +110,7 @@ def _exception(found: list[Outcome], result: str) -> str:
 
 
 def _where(found: list[Outcome], name: str, result: str) -> str:
-    """The name of a family, with the minors if it has another result in others."""
+    # The minors are named if the family has another result in others.
     minors = sorted({minor for other, minor, _ in found if other == name})
     having = {minor for other, minor, at in found if (other, at) == (name, result)}
     label = SEEDS.get(name, name)
@@ -134,5 +118,4 @@ def _where(found: list[Outcome], name: str, result: str) -> str:
 
 
 def _spans(minors: list[tuple[int, int]], having: set[tuple[int, int]]) -> str:
-    """Some of these minors, neighbours joined, for example ``4.44-4.46, 4.48`` with an en dash."""
     return ", ".join(words.span(*run) for run in stretches(minors, having))

@@ -15,11 +15,7 @@ from .need import SEEDS
 
 
 def upstream(results: Results) -> str:
-    """Return fa2patch/upstream.json, what Transformers alone does in each minor, for ``fa2patch doctor``.
-
-    Each has the release, the number of architectures measured, in how many of them each kind of row is right, and which
-    architectures leak or fail on the plain row, are right on every row, or are refused by fa2patch.
-    """
+    """Return fa2patch/upstream.json, what Transformers alone does in each minor, for ``fa2patch doctor``."""
     found = {}
     for environment in results.counted:
         runs = {name: cell.upstream for name, cell in environment.cells.items() if cell.upstream}
@@ -36,12 +32,9 @@ def upstream(results: Results) -> str:
 
 
 def summary(results: Results) -> str:
-    """Return fa2patch/evidence.json, for ``fa2patch architectures`` and ``fa2patch matrix``.
-
-    It has the minors that were checked and, for each architecture, in which of them it is what. ``ok`` has the minors
-    by the seams, ``failing`` by the points that fail, ``refused`` and ``known failure`` by the reason. Ranges of minors
-    are texts such as ``4.34-4.42``. The fourteen families come first.
-    """
+    """Return fa2patch/evidence.json, for ``fa2patch architectures`` and ``fa2patch matrix``."""
+    # Each architecture has its minors by state: "ok" has them by the seams, "failing" by the points that fail,
+    # "refused" and "known failure" by the reason. Ranges of minors are texts such as "4.34-4.42".
     environments = results.counted
     minors = [_minor(environment) for environment in environments]
     families = [name for name in SEEDS if name in results.architectures]
@@ -66,7 +59,6 @@ def _states(environments: Sequence[Environment], minors: Sequence[str], name: st
 
 
 def _what(cell: Cell) -> str:
-    """The seams of a cell that is ok, the points that fail of one that fails, and the reason of any other."""
     if cell.state == "ok":
         return " and ".join(cell.seam)
     failing = dict.fromkeys(point for run in cell.checked.values() for point in run.failures)

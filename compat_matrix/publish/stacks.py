@@ -13,8 +13,8 @@ from ..ecosystem.stacks import EVIDENCE, INTEGRATIONS, releases, rows, split, st
 from ..results import Malformed
 from . import words
 
+# The evidence of these stacks is on LONG_ROWS.md, that of all others on ECOSYSTEM.md.
 LONG = "long-rows-"
-"""How the names of the stacks start whose evidence is on LONG_ROWS.md. All others are on ECOSYSTEM.md."""
 
 ENGINES = {
     "ulysses": "DeepSpeed's Ulysses",
@@ -27,6 +27,7 @@ ENGINES = {
     "split_rows ring_flash_attn": "ring_flash_attn",
 }
 IDS = ("packed rows by ids", "documents that cross the border")
+# The rows of the tables of LONG_ROWS.md that a script's feature stands for, where they have other names.
 FEATURES = {
     "ids": IDS,
     "lengths": ("packed rows by lengths",),
@@ -37,18 +38,17 @@ FEATURES = {
     "qwen2": ("Qwen2",),
     "labels": ("labels of first tokens",),
 }
-"""The rows of the tables of LONG_ROWS.md that a script's feature stands for, where they have other names."""
 
+# what can become of an architecture under Ulysses
 OUTCOMES = ("right", "right if documents lie whole", "refused", "upstream", "wrong")
-"""What can become of an architecture under Ulysses."""
 
 Evidence = dict[str, Any]
+# by engine and feature: the number of processes and the cell of each run
 Cells = dict[str, dict[str, list[tuple[int, dict[str, Any]]]]]
-"""By engine and feature: the number of processes and the cell of each run."""
 
 
 def pages(folder: Path) -> dict[Path, str]:
-    """Return the text of both pages, by file. Stacks without evidence are named on them."""
+    # Stacks without evidence are named on the pages.
     known = [stack.name for stack in stacks().values() if stack.tests]
     files = {name: EVIDENCE / f"{name}.json" for name in known}
     found = {name: figures.read(file) for name, file in files.items() if file.exists()}
@@ -59,7 +59,7 @@ def pages(folder: Path) -> dict[Path, str]:
 
 
 def text_of(page: str, found: dict[str, Evidence], known: list[str]) -> str:
-    """Return the text of one page, ``ECOSYSTEM`` or ``LONG_ROWS``, whose stacks are those that are ``known``."""
+    # page: "ECOSYSTEM" or "LONG_ROWS"
     found = {name: found[name] for name in known if name in found}
     reasons: dict[str, int] = {}
     return words.rendered(
@@ -82,7 +82,7 @@ def text_of(page: str, found: dict[str, Evidence], known: list[str]) -> str:
 
 
 def _checks(found: dict[str, Evidence]) -> Iterator[tuple[str, str, Evidence]]:
-    """Yield stacks, checks and findings, where a check applies."""
+    # Checks that do not apply are left out.
     for stack, evidence in found.items():
         for check, finding in evidence["checks"].items():
             if "skipped" not in finding:
@@ -123,7 +123,7 @@ def _batch(batch: dict[str, str]) -> str:
 
 
 def _tables(found: dict[str, Evidence], kind: str, reasons: dict[str, int]) -> dict[str, str]:
-    """Return a table of features and engines for each stack. ``kind`` is ``table`` or ``alone``."""
+    # kind: "table" or "alone"
     made = {}
     for stack, evidence in found.items():
         cells = by_engine(evidence, kind)
@@ -134,7 +134,7 @@ def _tables(found: dict[str, Evidence], kind: str, reasons: dict[str, int]) -> d
 
 
 def by_engine(evidence: Evidence, kind: str) -> Cells:
-    """Collect the cells of a stack. An engine that was not run there has none, and no column."""
+    # An engine that was not run in a stack has no column.
     cells = {}
     for engine in ENGINES:
         cells[engine] = grouped(
@@ -148,7 +148,7 @@ def by_engine(evidence: Evidence, kind: str) -> Cells:
 
 
 def _features(script: str, finding: Evidence, kind: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the rows of a finding and their cells. Ten steps of training by accelerate or Trainer stand for several."""
+    # Ten steps of training by accelerate or Trainer stand for several rows.
     if not script.startswith("ulysses_engine"):
         for name, cell in finding.get(kind, {}).items():
             yield from ((feature, cell) for feature in FEATURES.get(name, (name,)))
@@ -162,7 +162,7 @@ def _features(script: str, finding: Evidence, kind: str) -> Iterator[tuple[str, 
 
 
 def _said(runs: list[tuple[int, dict[str, Any]]], reasons: dict[str, int]) -> str:
-    """Return the text of a cell. What holds for every run is said once, with the largest number."""
+    # What holds for every run is said once, with the largest number.
     groups = grouped((cell["found"].lower(), (processes, cell)) for processes, cell in runs)
     texts = []
     for word, of_word in groups.items():
@@ -183,12 +183,11 @@ def _said(runs: list[tuple[int, dict[str, Any]]], reasons: dict[str, int]) -> st
 
 
 def _off(value: Any) -> list[float]:
-    """Return the numbers of an ``off_by``: a number, several by name, or None."""
+    # An off_by is a number, several by name, or None.
     return [*value.values()] if isinstance(value, dict) else [] if value is None else [value]
 
 
 def _architectures(evidence: Evidence) -> dict[str, list[str]]:
-    """Return the architectures by what became of them under Ulysses."""
     groups: dict[str, list[str]] = {outcome: [] for outcome in OUTCOMES}
     for name, one in evidence["checks"].get("ulysses_architectures", {}).get("architectures", {}).items():
         first, *more = [run["found"].lower() for run in one.values()]
@@ -198,11 +197,6 @@ def _architectures(evidence: Evidence) -> dict[str, list[str]]:
 
 
 def integrations() -> str:
-    """Return README's table: what runs with which releases of a package, and the command that shows it.
-
-    Raises:
-        Malformed: The tests of a row were not run, or not all of them passed.
-    """
     found, lines = figures.read(INTEGRATIONS), []
     for name, row in rows().items():
         run = found.get(name)

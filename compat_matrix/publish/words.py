@@ -19,6 +19,7 @@ FOLDER = "https://github.com/fa2patch/fa2patch/blob/main/compat_matrix"
 DOCS = "https://fa2patch.github.io/fa2patch"
 PAGE = f"{DOCS}/matrix.html"
 
+# what each kind of packed row is called in a sentence
 ROWS = {
     "one row": "one packed row",
     "two rows": "two packed rows in a batch",
@@ -26,20 +27,17 @@ ROWS = {
     "mask of ones": "a packed row with an attention mask of ones",
     "default cache": "a packed row with the default cache",
 }
-"""What each kind of packed row is called in a sentence, by its name in the evidence."""
 
+# The first minor of each band, within which the attention code kept its structure. In order: an attention class for
+# each implementation; one flash function for all models; one attention interface for all models; one module that makes
+# masks; version 5.
 STARTS = ((4, 34), (4, 43), (4, 48), (4, 53), (5, 0))
-"""The first minor of each band, within which the attention code kept its structure.
-
-In order: an attention class for each implementation; one flash function for all models; one attention interface for
-all models; one module that makes masks; version 5.
-"""
 
 _RESULTS = {"ok": "right for", "leak": "leaks for", "error": "raises an error for", "unknown": "not run for"}
 
 
 def rendered(template: str, **context: Any) -> str:
-    """Return what a template of this folder gives. Only HTML is escaped."""
+    # Only HTML is escaped.
     here = Path(__file__).parent
     templates = jinja2.Environment(
         loader=jinja2.FileSystemLoader([here / "templates", here / "web"]),
@@ -55,12 +53,12 @@ def rendered(template: str, **context: Any) -> str:
 
 
 def wrapped(text: str) -> str:
-    """Break a paragraph into lines as long as README's."""
+    # README's lines are as long.
     return textwrap.fill(text, 145, break_long_words=False, break_on_hyphens=False)
 
 
 def plain(text: str) -> str:
-    """Return the text of an exception on one line, with Markdown's markup escaped."""
+    # Markdown's markup is escaped.
     text = " ".join(text.split())
     for mark in ("\\", "<", "*", "_", "`", "["):
         text = text.replace(mark, "\\" + mark)
@@ -68,47 +66,40 @@ def plain(text: str) -> str:
 
 
 def number(value: float | None) -> str:
-    """Return a small difference with one digit."""
     return "" if value is None else "0" if value == 0 else f"{value:.0e}"
 
 
 def listed(words: Iterable[str], joint: str = "and") -> str:
-    """Join words with commas and ``joint``."""
     *first, last = words
     return f"{', '.join(first)} {joint} {last}" if first else last
 
 
 def address(architecture: str, environment: str) -> str:
-    """Return the part of a cell's address after ``#``, for example ``llama-4.43.4``."""
+    # This is the part of a cell's address after "#", for example "llama-4.43.4".
     return f"{architecture}-{environment}"
 
 
 def span(first: tuple[int, int], last: tuple[int, int]) -> str:
-    """Return a range of minors, for example ``4.34-4.42`` with an en dash; one minor is named once."""
     return "\N{EN DASH}".join(f"{major}.{minor}" for major, minor in dict.fromkeys((first, last)))
 
 
 def label(band: Sequence[Environment]) -> str:
-    """Return a band's minors as :func:`span` does."""
     return span(band[0].minor, band[-1].minor)
 
 
 def bands(environments: Iterable[Environment], starts: Sequence[tuple[int, int]] = STARTS) -> list[list[Environment]]:
-    """Group environments, the oldest first, by the first minor of their band. What is older is in the first band."""
+    # What is older than the first band is in it, too.
     return [*grouped((max(bisect_right(starts, each.minor), 1), each) for each in environments).values()]
 
 
 def spans(environments: Sequence[Environment], names: Iterable[str]) -> str:
-    """Return names of environments with neighbours joined, for example ``4.34.1 to 4.42.4, 5.0.0``."""
+    # Neighbours are joined, for example "4.34.1 to 4.42.4, 5.0.0".
     found = stretches([environment.name for environment in environments], set(names))
     return ", ".join(" to ".join(dict.fromkeys(run)) for run in found)
 
 
 def age(results: Results) -> str:
-    """Return one sentence about the age of all cells.
-
-    It names the first and the last day, not a number of days, so that the same evidence gives the same text every day.
-    """
+    # The sentence names days, not a number of days, so that the same evidence gives the same text every day.
     every = results.made
     first, last = (of(made.when[:10] for made in every) for of in (min, max))
     when = f"on {first}" if first == last else f"from {first} to {last}"
@@ -122,7 +113,6 @@ def age(results: Results) -> str:
 
 
 def gpu(results: Results) -> str:
-    """Return one sentence about the evidence from GPUs."""
     said = []
     for environment in results.gpu:
         states = [cell.state for cell in environment.cells.values()]
@@ -131,7 +121,6 @@ def gpu(results: Results) -> str:
 
 
 def made(cell: Cell, results: Results) -> str:
-    """Return when a cell was checked, and with which code."""
     if cell.made is None:
         return ""
     older = " What it executed has been changed since." if results.is_older(cell.made) else ""
@@ -139,7 +128,6 @@ def made(cell: Cell, results: Results) -> str:
 
 
 def verdict(cell: Cell) -> str:
-    """Return one sentence about a cell: fa2patch, then Transformers alone."""
     here = {
         "ok": "fa2patch isolates the documents",
         "refused": "fa2patch refuses this model and gives the reason",
@@ -150,7 +138,6 @@ def verdict(cell: Cell) -> str:
 
 
 def with_fa2patch(cell: Cell) -> str:
-    """Return one sentence about a cell with fa2patch, with the reason if it is not isolated."""
     if cell.state != "ok":
         word = {"refused": "refused, because", "xfail": "known failure:", "fail": "fails:"}[cell.state]
         return f"{word} {cell.reason}"
@@ -159,7 +146,7 @@ def with_fa2patch(cell: Cell) -> str:
 
 
 def alone(cell: Cell) -> list[tuple[str, str]]:
-    """Return implementations and one sentence about them without fa2patch; those with the same results are joined."""
+    # Implementations with the same results are joined.
     found = grouped(
         (tuple((row, result.partition(":")[0]) for row, result in run.rows.items()), run.implementation)
         for run in cell.alone
@@ -168,7 +155,6 @@ def alone(cell: Cell) -> list[tuple[str, str]]:
 
 
 def held(run: Checked) -> str:
-    """Return how many points of one implementation hold, without those that do not apply."""
     if not run.was_run and run.not_applicable:
         return "cannot be loaded this way in this environment"
     if not run.was_run:
@@ -179,7 +165,7 @@ def held(run: Checked) -> str:
 
 
 def _results(results: dict[str, str]) -> str:
-    """Return a sentence, such as "right for one packed row; leaks for a packed row with the default cache"."""
+    # It is such as "right for one packed row; leaks for a packed row with the default cache."
     by = grouped((result, ROWS.get(row, row)) for row, result in results.items())
     if len(by) == 1:
         return f"{_RESULTS[next(iter(by))]} all {len(results)} kinds of packed row."

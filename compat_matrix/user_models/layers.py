@@ -7,23 +7,21 @@ from typing import Any
 from . import sizes
 
 NAMES = ("num_hidden_layers", "n_layers", "n_layer", "num_layers")
+# If a longer prefix is needed, one layer of each kind is picked instead.
 LONGEST = 8
-"""The longest prefix that is taken. If a longer one is needed, one layer of each kind is picked instead."""
 
+# Arguments with these endings change the kind of layer every N layers.
 PERIODS = ("_pattern", "_interval", "_period", "_step", "_every_n_layers", "_layer_freq")
-"""Endings of arguments that change the kind of layer every N layers."""
 
+# These arguments change the kind of layer from layer N on.
 FIRST = ("first_k_dense_replace", "max_window_layers")
-"""Arguments that change the kind of layer from layer N on."""
 
 
 def name_of(settings: dict[str, Any]) -> str | None:
-    """The name of the argument that holds a config's number of layers; None if there is none."""
     return next((name for name in NAMES if isinstance(settings.get(name), int)), None)
 
 
 def cut(cls: Any, settings: dict[str, Any]) -> dict[str, Any]:
-    """The changes that cut ``settings``, a config of ordinary size, down to few layers."""
     everything = {**sizes.defaults(cls), **settings}
     name = name_of(everything)
     if name is None:
@@ -56,7 +54,7 @@ def cut(cls: Any, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def stretched(settings: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """Complete changes that ask for another number of layers: repeat the lists that have one value per layer."""
+    # Another number of layers needs other lists with one value per layer, so the user's lists repeat.
     name = next((name for name in NAMES if name in changes), None)
     if name is None or not settings.get(name):
         return changes
@@ -66,7 +64,7 @@ def stretched(settings: dict[str, Any], changes: dict[str, Any]) -> dict[str, An
 
 
 def respelt(cls: Any, config: dict[str, Any]) -> dict[str, Any]:
-    """Respell lists with the kind of each layer for a version that takes a period or a first layer instead."""
+    # Some versions take a period or a first layer in place of a list with the kind of each layer.
     takes, config = sizes.defaults(cls), dict(config)
     kinds = config.get("layer_types")
     pattern = "sliding_window_pattern"
@@ -102,7 +100,7 @@ def _per_layer(settings: dict[str, Any], total: int) -> dict[str, Any]:
 
 
 def _indices(settings: dict[str, Any], total: int) -> dict[str, Any]:
-    """Lists of layer indices, such as ``mlp_only_layers``."""
+    # Some lists hold indices of layers, such as mlp_only_layers.
     return {
         name: value
         for name, value in settings.items()
@@ -114,7 +112,7 @@ def _indices(settings: dict[str, Any], total: int) -> dict[str, Any]:
 
 
 def _by_number(settings: dict[str, Any]) -> dict[str, Any]:
-    """Dictionaries keyed by layer index, such as Gemma 4's ``per_layer_config``."""
+    # The keys of some dictionaries are indices of layers, such as those of Gemma 4's per_layer_config.
     return {
         name: {int(key): part for key, part in value.items()}
         for name, value in settings.items()

@@ -17,39 +17,24 @@ from .models import BadConfig, find, is_file, read
 
 @dataclass(frozen=True)
 class Model:
-    """A model to check.
-
-    Attributes:
-        name: The name that reports show.
-        architecture: What the check is told: a model type, or the path of a config.json.
-        kind: The ``model_type``.
-    """
-
-    name: str
-    architecture: str
-    kind: str
+    name: str  # that reports show
+    architecture: str  # what the check is told: a model type, or the path of a config.json
+    kind: str  # the model_type
 
 
 @dataclass(frozen=True)
 class Row:
-    """One model in one version: its cell, whose state is ``error`` if nothing could be checked, and notes about it."""
-
     model: Model
     version: environments.Version
-    cell: Cell
+    cell: Cell  # its state is "error" if nothing could be checked
     notes: tuple[str, ...] = ()
 
     def is_bad(self, allow_refused: bool) -> bool:
-        """Whether the row makes the command fail."""
         return self.cell.state in ("fail", "error", "xfail") or (self.cell.state == "refused" and not allow_refused)
 
 
 def model(given: str) -> Model:
-    """Return the model for an argument: a config.json, a folder with one, or an architecture's name.
-
-    Raises:
-        BadConfig: The path has no config.
-    """
+    # given: a config.json, a folder with one, or an architecture's name
     path = Path(given)
     if not (is_file(given) or path.exists() or os.sep in given or "/" in given):
         return Model(given, given, given)
@@ -61,7 +46,7 @@ def model(given: str) -> Model:
 
 
 def environments_folder() -> Path:
-    """The folder in the user's cache where environments are kept between runs."""
+    # Environments are kept here between runs.
     home = Path.home()
     if sys.platform == "win32":
         cache = Path(os.environ.get("LOCALAPPDATA", home / "AppData" / "Local"))
@@ -75,19 +60,12 @@ def environments_folder() -> Path:
 def rows(
     models: Sequence[Model],
     versions: Sequence[environments.Version],
-    folder: Path,
-    jobs: int = 1,
+    folder: Path,  # of the environments
+    jobs: int = 1,  # versions at a time
     done: Callable[[environments.Version, list[Row]], None] = lambda version, rows: None,
+    # called before each step, in the version's thread
     doing: Callable[[environments.Version, str], None] = lambda version, what: None,
 ) -> list[Row]:
-    """Check every model in every version.
-
-    Args:
-        folder: The folder with the environments.
-        jobs: How many versions are checked at a time.
-        done: Called with each version that is finished and its rows.
-        doing: Called with a version and what is being done for it, before each step, in the version's thread.
-    """
     found: dict[str, list[Row]] = {}
     with environments.only_our_packages() as packages, ThreadPoolExecutor(max(1, jobs)) as pool:
         started = {pool.submit(_of_version, models, version, folder, packages, doing): version for version in versions}
@@ -119,7 +97,6 @@ def _of_version(
 
 
 def nowhere(rows: Iterable[Row]) -> list[str]:
-    """One message, with advice, for each model that none of the versions has."""
     states = grouped((row.model, row.cell.state) for row in rows)
     return [
         f"{model.name}: looked for a causal LM of model type {model.kind!r}, found none in these versions. Ask for "

@@ -1,8 +1,8 @@
 """Makes a tiny config from a user's config.json, in the spelling of the installed Transformers.
 
 Sizes are cut by the names of the config's arguments, and layers to the shortest prefix that has every kind of layer.
-Everything else, such as rope scaling, kinds of layers, windows and the structure of experts, stays. An architecture's
-name that ends in ``.json`` is the path of such a file.
+All else, such as rope scaling, windows and the structure of experts, stays. An architecture's name that ends in
+``.json`` is the path of such a file.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Any
 from .. import tiny_configs
 from . import layers, rope, sizes
 
+# They do not change what the model computes.
 HOUSEKEEPING = {
     "architectures", "attn_implementation", "dtype", "id2label", "label2id", "model_type", "output_attentions",
     "output_hidden_states", "problem_type", "return_dict", "torch_dtype", "torchscript", "transformers_version",
     "use_bfloat16", "use_return_dict",
 }  # fmt: skip
-"""Keys of a config.json that do not change what the model computes."""
 
 
 class BadConfig(ValueError):
@@ -29,16 +29,10 @@ class BadConfig(ValueError):
 
 
 def is_file(architecture: str) -> bool:
-    """Whether an architecture's name is the path of a config.json."""
     return architecture.endswith(".json")
 
 
 def find(path: str | Path) -> Path:
-    """Return the config.json at a path: the file itself, or the one in a folder.
-
-    Raises:
-        BadConfig: There is none.
-    """
     path = Path(path)
     file = path / "config.json" if path.is_dir() else path
     try:
@@ -54,7 +48,6 @@ def find(path: str | Path) -> Path:
 
 
 def _beside(file: Path) -> str:
-    """What is said of the folder of a file that is not there."""
     if not file.parent.is_dir():
         return f", and no folder {file.parent}"
     names = sorted(found.name for found in file.parent.iterdir())
@@ -65,11 +58,6 @@ def _beside(file: Path) -> str:
 
 
 def read(path: str | Path) -> dict[str, Any]:
-    """Read the config in a file, or in a folder's config.json.
-
-    Raises:
-        BadConfig: There is no such file, it is not a JSON object, or it has no ``model_type``.
-    """
     file = find(path)
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
@@ -89,12 +77,11 @@ def read(path: str | Path) -> dict[str, Any]:
 
 
 def kind(architecture: str) -> str:
-    """The model type of an architecture's name; for a file, the ``model_type`` in it."""
     return str(read(architecture)["model_type"]) if is_file(architecture) else architecture
 
 
 def config_of(path: str | Path, config_class: Any, **changes: Any) -> Any:
-    """Make the tiny config of a user's model; ``changes`` apply to the language model's part of it."""
+    # changes: for the language model's part of the config
     settings = shrunk(config_class, read(path))
     text = settings["text_config"] if isinstance(settings.get("text_config"), dict) else settings
     text.update(layers.stretched(text, changes))
@@ -102,7 +89,6 @@ def config_of(path: str | Path, config_class: Any, **changes: Any) -> Any:
 
 
 def shrunk(config_class: Any, config: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of ``config_class`` for a tiny version of the user's config."""
     settings = fitted(config_class, config)
     nested = {name: _nested(config_class, name, value) for name, value in settings.items() if _is_config(name, value)}
     settings.update(layers.cut(config_class, settings))
@@ -111,19 +97,18 @@ def shrunk(config_class: Any, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def fitted(config_class: Any, config: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of ``config_class`` for the user's config at full size, in this version's spelling."""
+    # The config keeps its full size.
     taken = _known(config_class) - _unheeded(config_class)
     return {name: value for name, value in _spelled(config_class, config).items() if name in taken}
 
 
 def notes(path: str | Path, config_class: Any) -> list[str]:
-    """Notes for the reader of the result: which keys of the config were left out."""
     unknown = dropped(config_class, read(path))
     return [f"left out of the config: {', '.join(unknown)}"] if unknown else []
 
 
 def dropped(config_class: Any, config: dict[str, Any]) -> list[str]:
-    """The sorted keys of the config that the installed Transformers does not know or that are left out here."""
+    # Some keys the installed Transformers does not know, others are left out here.
     spelled = _spelled(config_class, config)
     unknown = {*spelled} - {*fitted(config_class, config)} - _unheeded(config_class)
     found = [name for name in unknown if not name.startswith("_") and spelled[name] is not None]
@@ -139,7 +124,7 @@ def _spelled(cls: Any, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _known(cls: Any) -> set[str]:
-    """The class's arguments, and all words in its and the model's code, because some keys are read with ``getattr``."""
+    # Some keys are read with getattr, so all words in the class's and in the model's code count.
     words: set[str] = set(sizes.defaults(cls))
     for name in {cls.__module__, cls.__module__.replace(".configuration_", ".modeling_")}:
         try:
@@ -153,20 +138,19 @@ def _known(cls: Any) -> set[str]:
 
 
 def _unheeded(cls: Any) -> set[str]:
-    """Keys without effect: housekeeping and those of the base class, except what this class takes by name."""
+    # Housekeeping has no effect. Neither has what the base class takes, except what this class takes by name.
     base = next(base for base in cls.__mro__ if base.__name__ in ("PretrainedConfig", "PreTrainedConfig"))
     everyones = {*base().to_dict()} - {"is_decoder", "tie_word_embeddings", "pad_token_id"}
     return HOUSEKEEPING | (everyones - {*sizes.defaults(cls)})
 
 
 def _is_config(name: str, value: Any) -> bool:
-    """Whether a value is a nested config; ``per_layer_config``, whose keys are numbers, is not."""
+    # per_layer_config, whose keys are numbers, is no config.
     named = name.endswith("_config") and name != "quantization_config"
     return named and isinstance(value, dict) and not all(str(key).isdigit() for key in value)
 
 
 def _class_of(cls: Any, name: str, value: dict[str, Any]) -> Any:
-    """The class of a nested config; ``dict`` if it has no class."""
     kinds = importlib.import_module("transformers").CONFIG_MAPPING
     declared = getattr(cls, "sub_configs", {}).get(name)
     if value.get("model_type") in kinds and getattr(declared, "model_type", "") in ("", value["model_type"]):
@@ -191,7 +175,7 @@ def _nested(cls: Any, name: str, value: dict[str, Any]) -> dict[str, Any]:
 
 
 def _flat_or_nested(cls: Any, config: dict[str, Any]) -> dict[str, Any]:
-    """Nest or flatten the text side of a vision-language config as this version needs it (Qwen2-VL has had both)."""
+    # Versions differ in whether the text side of a vision-language config is nested. Qwen2-VL has had both.
     apart = "text_config" in sizes.defaults(cls)
     if apart == isinstance(config.get("text_config"), dict) or "vision_config" not in config:
         return config

@@ -10,14 +10,13 @@ from ..cells import Upstream, grouped
 from ..diffable import table as table_of
 from .matrix import Row
 
+# the state of Transformers alone on the packed rows of upstream.ROWS
 ALONE = {"ok": "ok", "plain": "only the plain row", "leak": "LEAKS", "error": "fails", "unknown": "not run"}
-"""Words for the state of Transformers alone on the packed rows of ``upstream.ROWS``."""
 
 COLOURS = {"ok": "green", "refused": "yellow", "absent": "dim"}
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """A Markdown table of models by versions, followed by the reasons."""
     versions = [labels(rows)[name] for name in dict.fromkeys(row.version.name for row in rows)]
     said = ([name, *(_state(row) + _alone(row, " / alone: ") for row in of)] for name, of in _by_model(rows))
     reasons = "\n".join(f"- {reason}" for reason in explanations(rows))
@@ -28,7 +27,6 @@ LEGEND = "First with fa2patch, then Transformers alone on the same packed rows."
 
 
 def table(rows: Sequence[Row]) -> Any:
-    """A rich table of models by versions, for a terminal."""
     from rich.table import Table
     from rich.text import Text
 
@@ -43,7 +41,6 @@ def table(rows: Sequence[Row]) -> Any:
 
 
 def as_json(rows: Sequence[Row], ok: bool) -> str:
-    """A JSON object with every cell and the requirements of every environment."""
     versions = {row.version.name: row.version for row in rows}
     return json.dumps(
         {
@@ -72,7 +69,7 @@ def as_json(rows: Sequence[Row], ok: bool) -> str:
 
 
 def explanations(rows: Sequence[Row]) -> list[str]:
-    """Why cells are not ok and what was left out of configs; versions with the same text share a line."""
+    # Versions with the same text share a line.
     said = []
     for row in rows:
         if row.cell.reason:
@@ -82,7 +79,7 @@ def explanations(rows: Sequence[Row]) -> list[str]:
 
 
 def labels(rows: Sequence[Row]) -> dict[str, str]:
-    """The label of each environment, by name: its release if that is unique, else its name."""
+    # The release is an environment's label if it is unique.
     releases = {row.version.name: row.version.transformers for row in rows}
     all_of_them = list(releases.values())
     return {name: release if all_of_them.count(release) == 1 else name for name, release in releases.items()}

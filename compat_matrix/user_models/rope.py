@@ -12,7 +12,6 @@ OLDER = ("rope_scaling", "rope_theta", "rope_local_base_freq")
 
 
 def respelt(cls: Any, config: dict[str, Any]) -> dict[str, Any]:
-    """Return the config with its rotary embeddings spelled as ``cls`` takes them."""
     config = dict(config)
     if "rope_parameters" in sizes.defaults(cls):
         return _newer(cls, config)
@@ -26,7 +25,7 @@ def respelt(cls: Any, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _newer(cls: Any, config: dict[str, Any]) -> dict[str, Any]:
-    """Let this version's own config class convert the older spelling."""
+    # This version's own config class converts the older spelling.
     if not any(name in config for name in OLDER):
         return config
     rotary = ("rope", "rotary", "layer", "head", "hidden_size", "position", "sliding")
@@ -56,7 +55,7 @@ def _older(cls: Any, parameters: dict[str, Any]) -> dict[str, Any]:
 
 
 def _scaling(cls: Any, scaling: dict[str, Any]) -> dict[str, Any]:
-    """Respell a scaling for config files that validate it themselves (all up to 4.42): ``type``, and no extra keys."""
+    # Config files up to 4.42 validate a scaling themselves: they take "type", and no extra keys.
     kind = scaling.get("rope_type", scaling.get("type"))
     rest = {name: value for name, value in scaling.items() if name not in ("type", "rope_type")}
     file = sys.modules[cls.__module__].__file__

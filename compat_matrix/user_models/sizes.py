@@ -6,44 +6,44 @@ from typing import Any
 
 from .. import tiny_configs
 
+# The user's values of these are kept; layers cuts the number of layers.
 KEPT = {
     "num_hidden_layers", "n_layer", "n_layers", "num_layers", "sliding_window_pattern", "first_k_dense_replace",
     "decoder_sparse_step", "moe_layer_interval", "tie_word_embeddings",
 }  # fmt: skip
-"""Rows of ``tiny_configs.SETTINGS`` where the user's value is kept (``layers`` cuts the number of layers)."""
 
+# Upper limits for counts that are structure: one expert per token stays one, and no shared expert stays none.
 AT_MOST = {
     **dict.fromkeys(["num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k"], 2),
     **dict.fromkeys(["top_k_experts", "n_group", "num_expert_group", "mamba_n_groups", "mamba_ngroups", "n_groups"], 2),
     **dict.fromkeys(["topk_group", "n_shared_experts", "moe_num_shared_experts"], 1),
 }
-"""Upper limits for counts that are structure: one expert per token stays one, and no shared expert stays none."""
 
 HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
+# A config class computes these sizes for the tiny models, but a config.json states them as numbers.
 ALSO = {
     "qk_head_dim": 16, "attention_hidden_size": 64, "attention_head_dim": 16, "mamba_headdim": 32, "linear_head_dim": 8,
     "linear_num_heads": 4, "ssm_state_size": 8, "moe_shared_expert_intermediate_size": 24,
 }  # fmt: skip
-"""Sizes that a config class computes for the tiny models, but that a config.json states as numbers."""
 
+# The tokens that a mixer computes at a time, each with arguments that only such a mixer has. At most as many stay as
+# mamba_chunk_size has in tiny_configs.SETTINGS, so that documents of the points have several chunks.
 CHUNKS = {"chunk_size": ("mamba_d_state", "ssm_state_size", "state_size"), "block_size": ("linear_attn_alpha_factor",)}
-"""The tokens that a mixer computes at a time, each with arguments that only such a mixer has. At most as many stay as
-``mamba_chunk_size`` has in ``tiny_configs.SETTINGS``, so that documents of the points have several chunks."""
 
 KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "num_global_key_value_heads", "kv_n_heads")
+# Values by the ending of a name: no dropout, no GPU kernels, and Mamba layers twice as wide as the model.
 ENDINGS = {
     ("dropout", "pdrop", "dropout_rate", "dropout_prob", "layerdrop", "jitter_noise", "jitter_eps"): 0.0,
     ("mamba_expand",): 2,
     ("use_mamba_kernels",): False,
 }
-"""Values by the ending of a name: no dropout, no GPU kernels, and Mamba layers twice as wide as the model."""
 
+# The original length of a tiny rope scaling. It is longer than any row of the points.
 LIMIT = 64
-"""The original length of a tiny rope scaling; it is longer than any row of the points."""
 
 
 def defaults(cls: Any) -> dict[str, Any]:
-    """The arguments of a config class and its bases, with their defaults; None for those without one."""
+    # Those without a default have None.
     named = {name: each for name, each in tiny_configs.parameters(cls).items() if name != "self"}
     return {
         name: None if each.default is each.empty else each.default
@@ -53,7 +53,6 @@ def defaults(cls: Any) -> dict[str, Any]:
 
 
 def cut(cls: Any, settings: dict[str, Any]) -> dict[str, Any]:
-    """The changes that make ``settings``, a config of ordinary size, tiny."""
     everything = {**defaults(cls), **settings}
     changes = _numbers(everything)
     for name, value in settings.items():
@@ -64,7 +63,7 @@ def cut(cls: Any, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def of_dict(settings: dict[str, Any]) -> dict[str, Any]:
-    """Make a nested config without a class tiny, such as DBRX's ``attn_config``."""
+    # This is for a nested config without a class, such as DBRX's attn_config.
     return {**settings, **_numbers(settings)}
 
 
@@ -92,13 +91,13 @@ def _numbers(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _key_value_heads(settings: dict[str, Any], value: Any) -> int:
-    """The tiny number of key heads: 4, 1 or 2, if the user's model has as many as heads, one, or another number."""
+    # It is 4, 1 or 2, if the user's model has as many as heads, one, or another number.
     heads = next((settings[name] for name in HEADS if isinstance(settings.get(name), int)), None)
     return 4 if value in (None, heads) else 1 if value == 1 else 2
 
 
 def _rope(settings: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """Shorten the lists with one number per pair of head dimensions, and the length from which scaling starts."""
+    # The lists with one number per pair of head dimensions get shorter, and the length from which scaling starts.
     found: dict[str, Any] = {}
     head = changes.get("qk_rope_head_dim") or changes.get("head_dim") or 8
     for name in ("rope_scaling", "rope_parameters"):

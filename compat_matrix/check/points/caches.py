@@ -21,10 +21,8 @@ from ..upstream import alone_computes
 
 @point
 def packed_row_with_a_cache(cell: Cell) -> None:
-    """A packed row with a cache is refused, and so is generation from a packed row, unless its tokens are right.
-
-    The cache that the model makes itself, one without tokens and a static one are tried.
-    """
+    """A packed row with a cache is refused, and so is generation from a packed row, unless its tokens are right."""
+    # The cache that the model makes itself, one without tokens and a static one are tried.
     model, docs = cell.model(), documents(5, 9)
     with torch.no_grad():  # a cache with a graph cannot be copied
         caches = dict(_caches(model))
@@ -64,7 +62,7 @@ def _generates_nothing_wrong(model: Any, docs: list[torch.Tensor], **cache: str)
 
 
 def _caches(model: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield kinds of cache that hold three tokens or none, each as the argument of a forward that takes it."""
+    # The caches hold three tokens or none. Each is the argument of a forward that takes it.
     name, cache = _returned(model)
     if not name:
         return
@@ -87,11 +85,7 @@ def _caches(model: Any) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _returned(model: Any) -> tuple[str, Any]:
-    """The name and value of the cache that a model returns and its forward takes; an empty name if there is none.
-
-    Raises:
-        AloneFails: the model, which is not patched, fails.
-    """
+    # The name is empty if the model returns no cache that its forward takes.
     caching = {"use_cache": True} if takes_cache(model) else {}
     with alone_computes():
         output = model(documents(3)[0][None], **caching)
@@ -104,10 +98,7 @@ def _returned(model: Any) -> tuple[str, Any]:
 
 @point
 def padded_rows_with_a_cache(cell: Cell) -> None:
-    """Left-padded rows and the step after them, with the cache, give the logits of the unpatched model, bit for bit.
-
-    If padded batches are computed packed, the logits of real tokens are the same up to rounding, or it is an error.
-    """
+    """Left-padded rows and the step after them, with the cache, give the logits of the unpatched model, bit for bit."""
     model = cell.model()
     with torch.no_grad():
         name, _ = _returned(model)
@@ -121,6 +112,7 @@ def padded_rows_with_a_cache(cell: Cell) -> None:
             if not torch.equal(*both):
                 raise AssertionError(f"step {step} of left-padded rows gave other logits")
     model = cell.model()
+    # If padded batches are computed packed, the logits of real tokens are the same up to rounding, or it is an error.
     try:
         with fa2patch.apply(model, padded_batches=True):
             found = _two_steps(model, name, counts)
@@ -133,12 +125,8 @@ def padded_rows_with_a_cache(cell: Cell) -> None:
 
 @torch.no_grad()
 def _two_steps(model: Any, name: str, counts: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """The last token's logits ``[2, vocabulary]`` of left-padded rows, and those of the step after them.
-
-    Args:
-        name: the argument that takes the cache.
-        counts: whether position ids are given.
-    """
+    # The last token's logits [2, vocabulary] of left-padded rows, and those of the step after them.
+    # name: the argument that takes the cache. counts: whether position ids are given
     ids = torch.stack(documents(7, 7))
     mask = torch.ones_like(ids)
     mask[0, :3] = 0

@@ -22,10 +22,7 @@ from .training import checkpointed_alone
 
 @point
 def generation(cell: Cell) -> None:
-    """A patched model generates the same tokens for a left-padded batch.
-
-    Greedy, sampled and beam search, no cache and a static cache are tried.
-    """
+    """A patched model generates the same tokens for a left-padded batch."""
     if tiny_models.is_encoder(cell.family):
         raise NotApplicable("an encoder has no generate()")
     model = cell.model(_exact(cell))
@@ -65,7 +62,7 @@ def _works(model: Any, ids: torch.Tensor, mask: torch.Tensor, way: dict[str, Any
 
 
 def _exact(cell: Cell) -> torch.dtype:
-    """bfloat16 for flash, because 4.34's flash classes cast float32 to float16 before float32 weights; else float32."""
+    # 4.34's flash classes cast float32 to float16 before float32 weights.
     return torch.bfloat16 if cell.implementation == "flash_attention_2" else torch.float32
 
 
@@ -107,10 +104,8 @@ def inertness(cell: Cell) -> None:
 
 @point
 def reverted(cell: Cell) -> None:
-    """``apply`` and ``revert`` leave every namespace as it was.
-
-    They are tried alone, with two models, and in every order with somebody else's patch of the same attribute.
-    """
+    """``apply`` and ``revert`` leave every namespace as it was."""
+    # They are tried alone, with two models, and in every order with somebody else's patch of the same attribute.
     model, other = cell.model(), cell.model()
     names = [model.__class__.__module__, models(model)[-1].__class__.__module__]
     spaces = [sys.modules[name] for name in names]
@@ -169,12 +164,10 @@ def _passes_on(saved: Any) -> Any:
 
 @point
 def host_reads(cell: Cell) -> None:
-    """The host reads of fa2patch's code do not grow with the layers, and there are none with the collator's lengths.
-
-    Where a mixer, embeddings or the whole model compute documents apart, the lengths themselves are read once. A
-    forward and a recomputing backward are counted. The checks of the collator's lengths are not, since they are
-    assertions on the device elsewhere. Neither is the first packed batch: mixers are tried on it.
-    """
+    """The host reads of fa2patch's code do not grow with the layers, and there are none with the collator's lengths."""
+    # A forward and a recomputing backward are counted. Where a mixer, embeddings or the whole model compute documents
+    # apart, the lengths themselves are read once. The checks of the collator's lengths are not counted, since they are
+    # assertions on the device elsewhere. Neither is the first packed batch: mixers are tried on it.
     docs = documents(5, 9, 1)
     counts, where = {}, {}
     for depth in (2, 3):

@@ -19,22 +19,16 @@ from ..compare import assert_close, assert_same_gradients
 from ..rows import alone, documents, gradients, loss_of, pack, takes_cache, takes_positions
 
 LENGTHS = (5, 9, 1, 3, 7)
+# Configs have the length of the longest document under these names.
 LIMITS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len")
-"""The names under which configs have the length of the longest document."""
-LIMIT = 128
-"""The length of a row that counts as long for a model without a limit."""
-BELOW_MEDIA = 90
-"""The largest token id that stands for no picture in any tiny model."""
-WIDTH = 10
-"""The length of a padded row."""
+LIMIT = 128  # a row of so many tokens counts as long for a model without a limit
+BELOW_MEDIA = 90  # the largest token id that stands for no picture in any tiny model
+WIDTH = 10  # tokens of a padded row
 
 
 @point
 def packed_row(cell: Cell) -> None:
-    """Logits and parameter gradients of one packed row equal those of documents alone, with the default cache.
-
-    Logits also equal them with ``use_cache=False``.
-    """
+    """Logits and parameter gradients of one packed row equal those of documents alone, with the default cache."""
     docs = documents(*LENGTHS)
     reference, model = cell.reference(), cell.model()
     expected = alone(reference, docs)
@@ -63,10 +57,8 @@ def packed_rows(cell: Cell) -> None:
 
 @point
 def every_layout(cell: Cell) -> None:
-    """Rows that upstream's rules get wrong: offsets, restarts above zero, documents of length 1 anywhere.
-
-    A model that takes no ``position_ids`` without a patch is also given one document with them.
-    """
+    """Rows that upstream's rules get wrong: offsets, restarts above zero, documents of length 1 anywhere."""
+    # A model that takes no position_ids without a patch is also given one document with them.
     reference, model = cell.reference(), cell.model()
     counts, first = takes_positions(reference), first_position(ModelLayers(model).text_modules)
     with fa2patch.apply(model):
@@ -92,11 +84,7 @@ def every_layout(cell: Cell) -> None:
 
 @point
 def padding(cell: Cell) -> None:
-    """Real tokens are right with every kind of ``attention_mask``.
-
-    Trailing padding is given as zeros in the mask and as an extra document. A mask of ones, a mask of document numbers
-    and two padded rows are tried too.
-    """
+    """Real tokens are right with every kind of ``attention_mask``."""
     docs = documents(5, 9, 3)
     reference, model = cell.reference(), cell.model()
     expected, batch, real = alone(reference, docs), pack(docs), sum(map(len, docs))
@@ -120,10 +108,7 @@ def padding(cell: Cell) -> None:
 
 @point
 def lengths(cell: Cell) -> None:
-    """Logits equal those of documents alone with the collator's lengths, with ``seq_idx`` alone, and without ids.
-
-    The loss with the collator's labels is that of documents alone too.
-    """
+    """Logits equal those of documents alone with the collator's lengths, with ``seq_idx`` alone, and without ids."""
     docs = documents(*LENGTHS)
     expected, model = alone(cell.reference(), docs, counts_itself=True), cell.model()
     first = tiny_models.first_position(model)
@@ -148,11 +133,9 @@ def lengths(cell: Cell) -> None:
 
 @point
 def long_row(cell: Cell) -> None:
-    """Logits of a row that is longer than any document may be equal those of documents alone.
-
-    The first document is longer than 64 tokens, because gated delta nets compute so many at a time.
-    """
+    """Logits of a row that is longer than any document may be equal those of documents alone."""
     longest = max(_limits(tiny_models.config_of(cell.family)), default=LIMIT)
+    # The first document is longer than 64 tokens, because gated delta nets compute so many at a time.
     docs = [doc.clamp(max=BELOW_MEDIA) for doc in documents(longest * 5 // 8, longest // 3, longest // 6)]
     reference, model = cell.reference(), cell.model()
     with unless_alone_raises(lambda: alone(reference, docs)):
@@ -162,7 +145,6 @@ def long_row(cell: Cell) -> None:
 
 
 def _limits(config: Any) -> list[int]:
-    """What a config says of the longest document, in tokens."""
     parts = [config, getattr(config, "text_config", None)]
     found = [getattr(part, name, None) for part in parts for name in LIMITS]
     return [limit for limit in found if isinstance(limit, int)]
@@ -178,10 +160,8 @@ def nothing_crosses(cell: Cell) -> None:
 
 @point
 def rope_scaling(cell: Cell) -> None:
-    """Rope scaling by length uses the document's length, not the row's, or the batch is refused.
-
-    Only dynamic scaling may refuse a batch, and only one with a document beyond the limit.
-    """
+    """Rope scaling by length uses the document's length, not the row's, or the batch is refused."""
+    # Only dynamic scaling may refuse a batch, and only one with a document beyond the limit.
     limit = 10
     short, long = documents(9, 7, 10, 8), documents(9, 14, 4)
     checked = {}
@@ -265,7 +245,7 @@ def padded_batches(cell: Cell) -> None:
 
 
 def padded(docs: list[torch.Tensor], side: str, model: Any) -> dict[str, Any]:
-    """Return a batch ``[documents, WIDTH]`` with the arguments that an unpatched model takes."""
+    # The batch is [documents, WIDTH] and has only arguments that an unpatched model takes.
     rows = []
     for doc in docs:
         missing = WIDTH - len(doc)
@@ -282,7 +262,7 @@ def padded(docs: list[torch.Tensor], side: str, model: Any) -> dict[str, Any]:
 
 
 def _arrives(mask: torch.Tensor, base: Any) -> list[bool]:
-    """A list to which each call of a base model adds whether its arguments hold the mask."""
+    # Each call of the base model adds whether its arguments hold the mask.
     found: list[bool] = []
 
     def look(module: Any, args: Any, kwargs: Any) -> None:

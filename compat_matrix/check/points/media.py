@@ -25,13 +25,12 @@ Row = dict[str, Any]
 
 
 def point(function: Callable[[Cell], None]) -> Callable[[Cell], None]:
-    """Register a function as a point for these families, under its name."""
     POINTS[function.__name__] = function
     return function
 
 
 def documents(cell: Cell) -> list[tiny_media.Document]:
-    """Three documents: with one picture or sound, without, and with two if the family may have two."""
+    # One has a picture or sound, one has none, and one has two if the family may have two.
     another = ("it", 1) if tiny_media.holds_several(cell.family) else ()
     return [
         tiny_media.document(cell.family, 3, "it", 2, seed=1),
@@ -41,7 +40,7 @@ def documents(cell: Cell) -> list[tiny_media.Document]:
 
 
 def text(cell: Cell, words: int, seed: int) -> tiny_media.Document:
-    """A document without a picture or sound; with one if the unpatched model fails without (Llava in 4.46, 4.47)."""
+    # Llava of 4.46 and 4.47 fails unpatched on a document without a picture.
     plain = tiny_media.document(cell.family, words, seed=seed)
     try:
         alone(cell.reference(), plain)
@@ -51,7 +50,7 @@ def text(cell: Cell, words: int, seed: int) -> tiny_media.Document:
 
 
 def packed(model: Any, docs: list[tiny_media.Document], **options: Any) -> tuple[Row, torch.Tensor]:
-    """The packed row of documents, and its labels. They are in the row only if documents have them (PaliGemma)."""
+    # The row keeps its labels only if documents have them (PaliGemma).
     row = dict(fa2patch.DataCollatorForMultimodalFlattening(model, **options)(docs))
     labels = row["labels"]
     if "labels" not in docs[0]:
@@ -60,7 +59,7 @@ def packed(model: Any, docs: list[tiny_media.Document], **options: Any) -> tuple
 
 
 def alone(model: Any, doc: tiny_media.Document, **call: Any) -> torch.Tensor:
-    """The logits ``[tokens, vocabulary]`` of one document, as the unpatched model computes it."""
+    # The unpatched model gives [tokens, vocabulary].
     grids = {name: doc[name] for name in doc if name.endswith("_grid_thw")}
     if grids and hasattr(model, "get_rope_index"):  # up to 4.48 only generate() calls it
         ids = model.get_rope_index(doc["input_ids"], attention_mask=doc["attention_mask"], **grids)[0]
@@ -70,10 +69,7 @@ def alone(model: Any, doc: tiny_media.Document, **call: Any) -> torch.Tensor:
 
 
 def failure_alone(cell: Cell, checkpointed: bool = False) -> str:
-    """Why the unpatched model fails on one document; empty if it does not.
-
-    Some towers have no flash attention that works in a version, or in float32, or on a CPU.
-    """
+    # Some towers have no flash attention that works in a version, or in float32, or on a CPU.
     model = cell.model()
     try:
         if checkpointed:
@@ -86,7 +82,7 @@ def failure_alone(cell: Cell, checkpointed: bool = False) -> str:
 
 
 def _ignores_labels(model: Any, doc: tiny_media.Document) -> bool:
-    """Whether the unpatched model accepts -100 as a label. 4.40's Idefics 2 ignores its placeholder instead."""
+    # 4.40's Idefics 2 ignores its placeholder instead of -100.
     try:
         model(**{**doc, "labels": torch.full_like(doc["input_ids"], -100)}, use_cache=False)
     except IndexError:
@@ -95,12 +91,11 @@ def _ignores_labels(model: Any, doc: tiny_media.Document) -> bool:
 
 
 def of_each(row: Row, values: torch.Tensor) -> list[torch.Tensor]:
-    """Split values ``[tokens, ...]`` into documents."""
     return list(values.split(row["cu_seq_lens_q"].diff().tolist()))
 
 
 def loss_of(row: Row, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """The sum of the next-token losses inside documents, from logits ``[tokens, vocabulary]`` of a row."""
+    # logits: [tokens, vocabulary] of a row
     pieces = zip(of_each(row, logits), of_each(row, labels[0]))
     return sum(torch.nn.functional.cross_entropy(piece[:-1].float(), own[1:], reduction="sum") for piece, own in pieces)
 
@@ -185,7 +180,7 @@ def nothing_crosses(cell: Cell) -> None:
 
 
 def of_first(row: Row, docs: list[tiny_media.Document], name: str, values: torch.Tensor) -> torch.Tensor:
-    """The part of the row's pictures or sound that is the first document's, without what was filled in."""
+    # What was filled in is left out.
     own = docs[0][name]
     part = values
     for dim, size in enumerate(own.shape):
@@ -239,16 +234,13 @@ def _as_near_as_alone(cell: Cell, model: Any, reference: Any, docs: list[tiny_me
 
 
 def _cast(doc: tiny_media.Document, dtype: torch.dtype) -> tiny_media.Document:
-    """A document with pictures or sound in a dtype, as a processor's output is cast by ``.to(dtype)``."""
+    # A processor's output is cast so by .to(dtype).
     return {name: value.to(dtype) if value.is_floating_point() else value for name, value in doc.items()}
 
 
 @point
 def inertness(cell: Cell) -> None:
-    """A document alone gives bit for bit the same logits when the model is patched, and so do two in a batch.
-
-    4.54's flash attention fails for two, unpatched. Then the patched model fails with the same error.
-    """
+    """A document alone gives bit for bit the same logits when the model is patched, and so do two in a batch."""
     doc = tiny_media.document(cell.family, 3, "it", 2, seed=1)
     two = {name: torch.cat([value, value]) for name, value in doc.items()}
     for what, given in {"a document": doc, "two documents": two}.items():
@@ -256,6 +248,7 @@ def inertness(cell: Cell) -> None:
         model = cell.model()  # 4.48's Qwen2-VL keeps what it counted in its first forward
         with fa2patch.apply(model):
             after = output_or_error(model, **given, use_cache=False)
+        # 4.54's flash attention fails for two, unpatched. Then the patched model fails with the same error.
         if isinstance(before, str) or isinstance(after, str):
             if before != after or what == "a document":
                 raise AssertionError(f"{what}: {before if isinstance(before, str) else 'logits'}, patched: {after}")
@@ -285,5 +278,5 @@ def refusals(cell: Cell) -> None:
 
 
 def _all_or_nothing(doc: tiny_media.Document) -> bool:
-    """Whether the placeholders of one picture are one token, or nothing in the example says how many there are."""
+    # The placeholders of one picture are one token, or nothing in the example says how many there are.
     return "image_pixel_values" in doc or int((doc["input_ids"] >= tiny_media.PICTURE).sum()) < 2

@@ -24,10 +24,7 @@ from ..upstream import alone_computes
 
 @point
 def checkpointing(cell: Cell) -> None:
-    """Gradients with checkpointing, reentrant or not, equal those of documents alone.
-
-    A second packed forward with other boundaries runs before the first backward; both orders of backward are tried.
-    """
+    """Gradients with checkpointing, reentrant or not, equal those of documents alone."""
     first, second = documents(5, 9, 1), documents(3, 4, 8, seed=1)
     reference = cell.reference()
     if not reference.supports_gradient_checkpointing:
@@ -41,6 +38,7 @@ def checkpointing(cell: Cell) -> None:
         checkpoint(model, reentrant)
         unpatched = functools.partial(checkpointed_alone, cell, reentrant, first)
         with fa2patch.apply(model), unless_alone_raises(unpatched):
+            # A second packed forward with other boundaries runs before the first backward, in both orders of backward.
             losses = [loss_of(model(**pack(docs)).logits[0], docs) for docs in (first, second)]
             for loss in losses[::backwards]:
                 loss.backward()
@@ -144,16 +142,13 @@ def as_near_as_alone(
     model: Any,
     reference: Any,
     row: dict[str, Any],
-    changed: dict[str, Any],
-    first: int,
+    changed: dict[str, Any],  # the row with another first document
+    first: int,  # tokens of the first document
+    # a model's logits of the documents alone
     computed_alone: Callable[[Any], torch.Tensor],
-    loss: Callable[[torch.Tensor], torch.Tensor],
+    loss: Callable[[torch.Tensor], torch.Tensor],  # of the row's logits
 ) -> None:
-    """Raise unless a packed row is about as close to float32 as documents alone, is isolated and can be learned from.
-
-    The row is ``changed`` in the first document, of length ``first``. ``computed_alone`` returns a model's logits of
-    the documents alone, and ``loss`` the loss of the row's.
-    """
+    """Raise unless a packed row is about as close to float32 as documents alone, isolated, and fit to learn from."""
     # copied before use, as RecurrentGemma keeps its last states
     exact_model, unpatched = copy.deepcopy(reference).float(), copy.deepcopy(model)
     with alone_computes(" on one document"):
@@ -170,17 +165,14 @@ def as_near_as_alone(
 
 @point
 def router_loss(cell: Cell) -> None:
-    """The loss that balances experts, and the loss with it, are those of the padded batch.
-
-    A version whose padded batch counts its padding as tokens is compared on documents of one length, which need none.
-    """
+    """The loss that balances experts, and the loss with it, are those of the padded batch."""
     reference, model = cell.reference(), cell.model()
     if "output_router_logits" not in inspect.signature(type(model).forward).parameters:
         raise NotApplicable("the forward returns no router logits")
     asked = {"output_router_logits": True, "use_cache": False}
 
     def padded(docs: list[torch.Tensor], columns: int = 0) -> Any:
-        """The reference's output for documents padded by ``columns`` more than they need."""
+        # columns: padding beyond what the documents need
         ids = pad_sequence([pad(doc, (0, columns)) for doc in docs], batch_first=True)
         mask = pad_sequence([pad(torch.ones_like(doc), (0, columns)) for doc in docs], True)
         with alone_computes():
@@ -191,6 +183,7 @@ def router_loss(cell: Cell) -> None:
     expected = padded(docs)
     if getattr(expected, "aux_loss", None) is None:
         raise NotApplicable("this version computes no loss of its routers")
+    # A version whose padded batch counts its padding as tokens is compared on documents of one length, which need none.
     if not torch.allclose(padded(docs, columns=7).aux_loss, expected.aux_loss):
         docs = documents(6, 6, 6)
         expected = padded(docs)

@@ -17,19 +17,19 @@ from ..compare import GRADIENT_TOLERANCE, assert_close, assert_same_gradients
 from ..rows import alone, documents, gradients, loss_of
 from .training import checkpoint, checkpointed_alone
 
+# Two prompts. The second completion of the first one is continued twice.
 PARENTS = (-1, 0, 0, 2, 2, -1, 5, 5)
-"""Two prompts. The second completion of the first one is continued twice."""
 
 LENGTHS = (9, 5, 4, 1, 6, 3, 7, 2)
 
+# each segment's path
 _UP_TO = ((0,), (0, 1), (0, 2), (0, 2, 3), (0, 2, 4), (5,), (5, 6), (5, 7))
-"""Each segment's path."""
 
 _PATHS = [path for path in _UP_TO if path[-1] not in PARENTS]
 
 
 class _Tree:
-    """The batch of a tree, and each path's tokens: alone, and as places in the row."""
+    # The batch of a tree, and each path's tokens: alone, and as places in the row.
 
     def __init__(self, model: Any) -> None:
         segments = documents(*LENGTHS)
@@ -49,15 +49,13 @@ class _Tree:
         }
 
     def on_paths(self, of_tokens: torch.Tensor) -> torch.Tensor:
-        """``[tokens, ...]`` of the row, as those of the paths one after the other."""
+        # The row's [tokens, ...] become those of the paths, one after the other.
         return of_tokens[torch.cat(self.at)]
 
 
 def _dtype(cell: Cell) -> torch.dtype:
-    """Double precision for the seeds' mixtures, in versions that can compute them in it.
-
-    A prompt's gradient sums the rounding of experts that multiply other rows.
-    """
+    # A prompt's gradient sums the rounding of experts that multiply other rows. So the seeds' mixtures are computed in
+    # double precision, in versions that can.
     if not (tiny_models.is_mixture(cell.family) and cell.family in tiny_models.SEEDS):
         return cell.dtype
     try:
@@ -68,7 +66,7 @@ def _dtype(cell: Cell) -> torch.dtype:
 
 
 def _of_gradients(cell: Cell, dtype: torch.dtype) -> dict[str, float]:
-    """The tolerances of gradients: for a mixture in float32 those that have this reason."""
+    # A mixture in float32 needs other tolerances for the reason that _dtype gives.
     rounds = tiny_models.is_mixture(cell.family) and dtype == torch.float32
     return {"tolerance": GRADIENT_TOLERANCE, "floor": 0.01} if rounds else cell.of_gradients
 
@@ -82,11 +80,9 @@ def _require_refused(model: Any, batch: dict[str, Any]) -> None:
 
 
 def _unless_upstream_looks_ahead(check: Callable[[Cell], None]) -> Callable[[Cell], None]:
-    """Say that Transformers alone fails if a point fails and the unpatched model's tokens depend on later ones.
-
-    That is seen in double precision, where it is no rounding: Mamba 2 up to 4.47 without its fast kernels is off by up
-    to 1e-4 of the scale, so a prompt is another one before each completion.
-    """
+    # Transformers alone fails if the unpatched model's tokens depend on later ones. That is seen in double precision,
+    # where it is no rounding: Mamba 2 up to 4.47 without its fast kernels is off by up to 1e-4 of the scale, so a
+    # prompt is another one before each completion.
 
     @functools.wraps(check)
     def checked(cell: Cell) -> None:
@@ -116,10 +112,7 @@ def _looks_ahead(cell: Cell) -> bool:
 @point
 @_unless_upstream_looks_ahead
 def shared_prompts(cell: Cell) -> None:
-    """Logits, losses and gradients of a tree equal those of its paths alone, and nothing reaches a sibling.
-
-    The gradients of a prompt's embeddings are the sums over the paths that start with it.
-    """
+    """Logits, losses and gradients of a tree equal those of its paths alone, and nothing reaches a sibling."""
     dtype = _dtype(cell)
     reference, model, near = cell.reference(dtype), cell.model(dtype), _of_gradients(cell, dtype)
     tree = _Tree(model)
@@ -131,6 +124,7 @@ def shared_prompts(cell: Cell) -> None:
         assert_close(tree.on_paths(found[0]), expected, "logits")
         loss_of(tree.on_paths(found[0]), tree.paths).backward()
         assert leaf.grad is not None
+        # The gradients of a prompt's embeddings are the sums over the paths that start with it.
         assert_same_gradients({"embeddings": leaf.grad[0]}, {"embeddings": of_embeddings}, **near)
         assert_same_gradients(gradients(model), gradients(reference), **near)
         without_ids = {name: value for name, value in tree.batch.items() if name != "position_ids"}
@@ -139,7 +133,6 @@ def shared_prompts(cell: Cell) -> None:
 
 
 def _alone(reference: Any, tree: _Tree) -> tuple[torch.Tensor, torch.Tensor]:
-    """The logits of the paths alone, and the gradients of the row's embeddings, summed over the paths."""
     leaves: list[torch.Tensor] = []
 
     def keep(module: Any, given: Any, output: torch.Tensor) -> torch.Tensor:
@@ -158,7 +151,7 @@ def _alone(reference: Any, tree: _Tree) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _nothing_reaches_siblings(cell: Cell, model: Any, tree: _Tree) -> None:
-    """Other tokens in the segment that is continued twice change its descendants only; gradients likewise."""
+    # Other tokens in the segment that is continued twice change its descendants only. So do gradients.
     changed, sending = 2, 4
     segments = torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS))
     inside = torch.tensor([changed in path for path in _UP_TO])[segments]

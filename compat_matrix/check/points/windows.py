@@ -21,15 +21,13 @@ from ..compare import TOLERANCE, assert_close
 from ..rows import alone, documents, pack
 from ..window_kinds import Kind, Way
 
+# booleans [query, key] for each block, by its name
 Reach = dict[str, torch.Tensor]
-"""Booleans ``[query, key]`` for each block, by its name."""
 
 LONGEST = 12
-WIDE = 96
-"""A size larger than any document here and smaller than ``max_position_embeddings``."""
+WIDE = 96  # larger than any document here, and smaller than max_position_embeddings
 
-SMALL = 4
-"""The size with which a block's reach is measured."""
+SMALL = 4  # the size with which a block's reach is measured
 
 
 @point
@@ -59,14 +57,14 @@ def windows(cell: Cell) -> None:
 
 
 def _of_flash_alone(cell: Cell, kind: Kind, way: Way) -> bool:
-    """Whether this version has the window in flash attention only, so that packed rows of others have none."""
+    # Packed rows of other implementations then have no window.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         return fa2patch.apply(cell.model(**way.changes, **{kind.name: SMALL})).facts.windows_of_flash
 
 
 def _held(cell: Cell, kind: Kind, name: str, way: Way) -> bool:
-    """Whether there is such a window; raises an AssertionError if packed rows do not have it as defined."""
+    # It is False without such a window, and an AssertionError if packed rows do not have it as defined.
     what, changes, encoder = f"{kind.name} by {name}", way.changes, tiny_models.is_encoder(cell.family)
     excess, in_eager = _of_eager(cell, kind, changes, what)
     in_packed = _of_packed(cell, kind, changes, what)
@@ -109,7 +107,6 @@ def _of_eager(cell: Cell, kind: Kind, changes: dict[str, Any], what: str) -> tup
 
 
 def _of_packed(cell: Cell, kind: Kind, changes: dict[str, Any], what: str) -> list[str]:
-    """The blocks that have a window in packed rows; raises an AssertionError if one differs from the definition."""
     model, bounded = _bounded(cell.model, reach_packed, kind, changes)
     for name, seen in bounded.items():
         if not torch.equal(seen, _defined(model, name, kind, SMALL)):
@@ -120,33 +117,31 @@ def _of_packed(cell: Cell, kind: Kind, changes: dict[str, Any], what: str) -> li
 def _bounded(
     build: Callable[..., Any], measured: Callable[[Any], Reach], kind: Kind, changes: dict[str, Any]
 ) -> tuple[Any, Reach]:
-    """A model with a small window, and the reach of its blocks that reach further with a wide one."""
+    # Only blocks that reach further with a wide window are returned.
     model, other = (build(**changes, **{kind.name: size}) for size in (SMALL, WIDE))
     small, wide = measured(model), measured(other)
     return model, {name: seen for name, seen in small.items() if not torch.equal(seen, wide[name])}
 
 
 def _defined(model: Any, block: str, kind: Kind, size: int) -> torch.Tensor:
-    """The reach by definition. Convolutions in a block, besides its attention, extend it (Zaya's are before keys)."""
+    # Convolutions in a block, besides its attention, extend its reach (Zaya's are before keys).
     inside = model.get_submodule(block).modules()
     return defined(kind, size, sum(each.kernel_size[0] - 1 for each in inside if isinstance(each, torch.nn.Conv1d)))
 
 
 def defined(kind: Kind, size: int, spread: int = 0) -> torch.Tensor:
-    """The reach that a definition gives to a document, if convolutions before the attention look ``spread`` back."""
+    # spread: how far convolutions before the attention look back
     places, back = range(LONGEST), range(spread + 1)
     return torch.tensor([[any(kind.sees(query, key + s, size) for s in back) for key in places] for query in places])
 
 
 def reach_alone(model: Any) -> Reach:
-    """The reach of every block for a document alone in the unpatched model."""
     with _watched(model) as seen:
         alone(model, documents(LONGEST))
     return {name: _depends(*states, start=0) for name, states in seen.items()}
 
 
 def reach_packed(model: Any) -> Reach:
-    """The reach of every block for the second document of a packed row."""
     with fa2patch.apply(model), _watched(model) as seen:
         model(**pack(documents(3, LONGEST, 2)))
     return {name: _depends(*states, start=3) for name, states in seen.items()}
@@ -160,10 +155,8 @@ def _alone_same_route(model: Any, doc: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def _watched(model: Any) -> Iterator[dict[str, tuple[torch.Tensor, torch.Tensor]]]:
-    """Give the input and output of the first call of every block, by name.
-
-    Blocks are the members of module lists. States are ``[..., 1, tokens, width]``, because Gemma 3n has four streams.
-    """
+    # Blocks are the members of module lists. The input and output of a block's first call are kept. They are [..., 1,
+    # tokens, width], because Gemma 3n has four streams.
     seen: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
     lists = [name for name, module in model.named_modules() if isinstance(module, torch.nn.ModuleList)]
     blocks = [(f"{name}.{i}", block) for name in lists for i, block in model.get_submodule(name).named_children()]
@@ -187,7 +180,7 @@ def _watched(model: Any) -> Iterator[dict[str, tuple[torch.Tensor, torch.Tensor]
 
 
 def _depends(states: torch.Tensor, output: torch.Tensor, start: int) -> torch.Tensor:
-    """Booleans ``[i, j]``: whether output token ``start + i`` has a gradient to input token ``start + j``."""
+    # [i, j] says whether output token start + i has a gradient to input token start + j.
     direction = torch.randn(output.shape[-1], generator=torch.Generator().manual_seed(0)).to(output.dtype)
     rows = []
     for query in range(start, start + LONGEST):

@@ -69,7 +69,8 @@ else:
     }
 
     def __getattr__(name: str) -> Any:
-        """Import on first use. Torch takes seconds, and the command line's version and help need none of it."""
+        # Names are imported on first use. Torch takes seconds to import, and the command line's version and help need
+        # none of it.
         if name in _PLACES:
             globals()[name] = getattr(importlib.import_module(f"{__name__}.{_PLACES[name]}"), name)
             return globals()[name]

@@ -1,7 +1,7 @@
 """What differs between versions of torch: torch.compile, autocast, and forwards inside a forward that runs.
 
-The compiler is not imported for any question about it, because that takes a second. An operator whose arguments differ
-between versions is looked at by the kernel that calls it.
+No question about the compiler imports it, because that takes a second. The kernel that calls an operator looks at how
+the operator's arguments differ between versions.
 """
 
 from __future__ import annotations
@@ -27,20 +27,17 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+# From torch 2.4 on, custom operators keep a graph whole. Before, the graph breaks at each of them.
 HAS_OPERATORS = hasattr(torch.library, "custom_op")
-"""Whether operators of one's own keep a graph whole: torch 2.4 on. Before, the graph breaks at each of them."""
 
 _later: dict[str, Callable[[], None]] = {}
 _defining = threading.RLock()  # defining an operator asks the namespace for it
 
 
 class _Operators(torch._ops._OpNamespace):
-    """``torch.ops.fa2patch``, in which an operator is defined when it is first asked for.
-
-    A definition takes milliseconds, and torch's first one looks at the files of all modules. Most processes need none.
-    Whatever uses an operator asks for it here: code that runs or is traced, a graph of torch's cache, an exported
-    program. Only AOTInductor's packages ask C++, so ``torch.ops.fa2patch.NAME`` must be read before one is loaded.
-    """
+    # This is `torch.ops.fa2patch`, which defines an operator when it is first read: a definition takes milliseconds,
+    # and torch's first one looks at the files of all modules. Only AOTInductor's packages look operators up in C++, so
+    # `torch.ops.fa2patch.NAME` must be read before one is loaded.
 
     # part of the name by which graphs in torch's cache know an operator
     __module__ = torch._ops._OpNamespace.__module__
@@ -56,24 +53,12 @@ class _Operators(torch._ops._OpNamespace):
 
 def operator_later(
     name: str,
-    function: Callable[..., Any],
-    schema: str,
+    function: Callable[..., Any],  # must not change its arguments
+    schema: str,  # written out, because torch 2.4 cannot infer it from annotations that are strings
     fake: Callable[..., Any],
     gradients: Callable[..., Any] | None = None,
     save: Callable[..., None] | None = None,
 ) -> None:
-    """Define the operator ``torch.ops.fa2patch.NAME`` when it is first asked for. Torch before 2.4 has none.
-
-    Args:
-        name: the operator's name.
-        function: what it computes. It changes none of its arguments.
-        schema: its arguments and results, written out because torch 2.4 cannot infer it from annotations that are
-            strings.
-        fake: makes results of the right shapes for fake tensors.
-        gradients: the backward, called with a context and the results' gradients.
-        save: keeps in the context what the backward needs, called with it, the inputs and the result.
-    """
-
     def define() -> None:
         operator = torch.library.custom_op(f"fa2patch::{name}", function, mutates_args=(), schema=schema)
         operator.register_fake(fake)
@@ -88,20 +73,15 @@ if HAS_OPERATORS:
 
 
 def uncompiled(function: F) -> F:
-    """Run ``function`` eagerly also inside a compiled model.
-
-    Values that the function reads on the host must not become constants of the graph. This sets the mark that
-    ``torch.compiler.disable`` sets (torch/_dynamo/eval_frame.py).
-    """
+    # Values that the function reads on the host must not become constants of the graph. This is the mark that
+    # torch.compiler.disable sets (torch/_dynamo/eval_frame.py).
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     return function
 
 
 def constant(function: F) -> F:
-    """Call ``function`` while a graph is captured; its return value becomes a constant of the graph.
-
-    This sets the mark that ``torch._dynamo.assume_constant_result`` sets (torch/_dynamo/decorators.py).
-    """
+    # The return value becomes a constant of the graph. This is the mark that torch._dynamo.assume_constant_result sets
+    # (torch/_dynamo/decorators.py).
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
@@ -111,19 +91,15 @@ _numbered: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 
 
 def number(held: Any) -> str:
-    """Give an object a new number, with which a ``constant`` function of a graph gets it from :func:`numbered`.
-
-    A graph that was captured with an older number of the object is captured again. The number is a text, because dynamo
-    may make an int that differs between models a symbol of the graph, which is no argument of such a function. The
-    object is not kept alive.
-    """
+    # A `constant` function of a graph looks the object up by this number. A graph that was captured with an older
+    # number is captured again. The number is a text, because dynamo may turn an int that differs between models into a
+    # symbol of the graph, which such a function cannot take.
     given = str(next(_numbers))
     _numbered[given] = held
     return given
 
 
 def numbered(given: str) -> Any:
-    """The object that has a number."""
     return _numbered[given]
 
 
@@ -134,11 +110,8 @@ _is_traced = torch.compiler.is_dynamo_compiling if _CAN_TELL else bool  # true i
 
 @contextlib.contextmanager
 def paused() -> Iterator[None]:
-    """Make :func:`compiling` return False inside the block.
-
-    A function that is called during a capture, but not captured, uses this to run models eagerly:
-    ``torch.compiler.is_compiling`` is True there although these models are not captured.
-    """
+    # A function that is called during a capture but not captured runs models eagerly inside this block:
+    # torch.compiler.is_compiling is True there, although these models are not captured.
     global _paused
     before, _paused = _paused, True
     try:
@@ -148,11 +121,8 @@ def paused() -> Iterator[None]:
 
 
 def compiling() -> bool:
-    """Whether the calling code is being captured into a graph. Torch before 2.3 does not say so.
-
-    ``torch.compiler.is_compiling`` says the same, and asks TorchScript first, which no code of ours is written for.
-    Every forward asks several times.
-    """
+    # torch.compiler.is_compiling gives the same answer, but asks TorchScript first, and every forward asks several
+    # times. Torch before 2.3 cannot tell.
     return _is_traced() or (_CAN_TELL and torch.compiler._is_compiling_flag and not _paused)
 
 
@@ -160,7 +130,7 @@ _PRE_DISPATCH = torch._C.DispatchKey.PreDispatch
 
 
 def recording() -> bool:
-    """Whether ``make_fx`` or ``aot_function`` records the operators that run, for a graph that is run again."""
+    # make_fx and aot_function record the operators that run, for a graph that is run again.
     if not (torch._C._len_torch_dispatch_stack() or torch._C._dispatch_tls_is_dispatch_key_included(_PRE_DISPATCH)):
         return False  # what records is a mode of either kind
     proxies = sys.modules.get("torch.fx.experimental.proxy_tensor")
@@ -171,21 +141,20 @@ def recording() -> bool:
 
 
 def transforming() -> bool:
-    """Whether the calling code runs inside a transform of ``torch.func`` (vmap, grad, ...)."""
+    # The transforms of torch.func (vmap, grad, ...) have a stack of interpreters.
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def tracing_code() -> CodeType | None:
-    """The code of the frames in which dynamo traces a call; None before it is imported. A traced call has no frame."""
+    # Dynamo traces a call in frames of this code, because a traced call has no frame of its own. The result is None
+    # before dynamo is imported.
     dynamo = sys.modules.get("torch._dynamo.symbolic_convert")
     return None if dynamo is None else dynamo.InstructionTranslatorBase.run.__code__
 
 
 def traced(frame: FrameType) -> tuple[CodeType, dict[str, Any]]:
-    """The code that dynamo traces in a frame of :func:`tracing_code`, with that code's variables.
-
-    A variable that is no module, constant or dict is dynamo's object for it.
-    """
+    # This returns the code that dynamo traces in a frame of tracing_code, and that code's variables. A variable that is
+    # no module, constant or dict stays dynamo's object for it.
     tracer = frame.f_locals["self"]
     return tracer.f_code, {name: _traced_value(tracer, value) for name, value in tracer.symbolic_locals.items()}
 
@@ -209,15 +178,9 @@ def _traced_value(tracer: Any, variable: Any) -> Any:
 
 
 def unbacked_size(least: int) -> Any:
-    """A size that depends on values, for the fake implementation of an operator.
-
-    ``get_ctx().new_dynamic_size`` gives one only with ``fullgraph=True``, or if the user has set
-    ``torch._dynamo.config.capture_dynamic_output_shape_ops``. Otherwise the graph would break at the operator, although
-    the operator is ours and nothing behind it needs the number.
-
-    Args:
-        least: a lower bound that is known.
-    """
+    # The size depends on values, for an operator's fake implementation. `new_dynamic_size` gives one only
+    # with fullgraph=True or dynamo's capture_dynamic_output_shape_ops. Otherwise the graph would break at the operator,
+    # although nothing behind it needs the number.
     context = torch.library.get_ctx()
     allocate = getattr(getattr(torch._library, "fake_impl", None), "allocate_size", None)
     shapes = getattr(context, "_shape_env", None)
@@ -227,14 +190,9 @@ def unbacked_size(least: int) -> Any:
 
 
 def between_compilations(change: Callable[[], None]) -> None:
-    """Make a change to classes or modules now or, while a graph is being compiled, as soon as that is done.
-
-    dynamo checks a new graph's guards at once. If what it has traced was changed since, by a finalizer for example, it
-    raises an InternalTorchDynamoError. Its lock tells whether anything is being compiled, in whichever thread.
-
-    Args:
-        change: the change. It may be made in another thread.
-    """
+    # dynamo checks the guards of a new graph at once, and raises an InternalTorchDynamoError if what it has traced was
+    # changed since, for example by a finalizer. So a change waits for the end of a compilation in any thread, and
+    # another thread may then make it.
     lock = _lock_of_dynamo()
     if lock is None:
         return change()
@@ -250,10 +208,7 @@ def between_compilations(change: Callable[[], None]) -> None:
 
 
 def no_compilation() -> AbstractContextManager[Any]:
-    """Inside this context no other thread compiles a graph; if one does, this waits until that is done.
-
-    What is replaced here may be what that thread has traced, and its guards would fail.
-    """
+    # Another thread's compilation may have traced what is replaced here, and its guards would fail.
     return _lock_of_dynamo() or contextlib.nullcontext()
 
 
@@ -263,24 +218,21 @@ def _made_with(lock: Any, change: Callable[[], None]) -> None:
 
 
 def _lock_of_dynamo() -> Any:
-    """The lock that is held while a graph is compiled; None if there is none, as before the compiler is imported."""
+    # The lock is held while a graph is compiled. There is none before the compiler is imported.
     homes = (sys.modules.get(f"torch._dynamo.{name}") for name in ("convert_frame", "eval_frame"))  # the latter in 2.1
     return next((lock for lock in (getattr(home, "compile_lock", None) for home in homes) if lock is not None), None)
 
 
 _OUT_OF_MEMORY = getattr(torch, "OutOfMemoryError", None) or torch.cuda.OutOfMemoryError  # the former from 2.5 on
 _INTERRUPTED = (MemoryError, InterruptedError, _OUT_OF_MEMORY)
+# These are messages of CUDA, ROCm, MPS and XPU, of torch's CPU allocator, and of cuBLAS and related libraries. Triton's
+# "out of resource: shared memory" is not among them: it depends on the kernel's size, so another try fails as well.
 _NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "_STATUS_ALLOC_FAILED")
-"""Messages of CUDA, ROCm, MPS and XPU, of torch's CPU allocator, and of cuBLAS and related libraries. Triton's "out of
-resource: shared memory" is not among them: it depends on the kernel's size, so another try would fail as well."""
 
 
 def is_no_verdict(error: BaseException) -> bool:
-    """Whether an error says nothing about what was tried: memory ran out, or the run was interrupted.
-
-    The caller must raise such an error again and must not remember it as a result, because another try may succeed.
-    An error whose ``__cause__`` is such an error is treated the same way.
-    """
+    # Such an error says nothing about what was tried: memory ran out, or the run was interrupted. The caller must raise
+    # it again and must not remember it as a result, because another try may succeed.
     if not isinstance(error, Exception) or isinstance(error, _INTERRUPTED):
         return True
     if isinstance(error, OSError) and error.errno == errno.ENOMEM:
@@ -292,12 +244,8 @@ def is_no_verdict(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def outside_the_forward(device: torch.device) -> Iterator[None]:
-    """Enable gradients and isolate the code inside from the forward that is running.
-
-    The forward's inference mode, its checkpoint's saved-tensor hooks and what watches its operators do not apply
-    inside. Its random number generators (Python's, NumPy's, CPU's, and CUDA's if ``device`` is one) are restored
-    afterwards.
-    """
+    # The forward that is running has an inference mode, saved-tensor hooks of its checkpoint and modes that watch
+    # operators. They do not apply inside, and its random number generators are restored afterwards.
     with contextlib.ExitStack() as stack:
         stack.enter_context(unobserved())
         stack.enter_context(_autocast_entered_once())
@@ -315,10 +263,8 @@ _torch_functions: Any = torch.overrides
 
 @contextlib.contextmanager
 def unobserved() -> Iterator[None]:
-    """Hide what runs inside from modes that see each operator (``FlopCounterMode``) or function.
-
-    Torch's own modes of functions stay, because a default device is one.
-    """
+    # Modes that see each operator (FlopCounterMode) or function do not see what runs inside. Torch's own modes of
+    # functions stay, because a default device is one.
     dispatched, called = torch._C._len_torch_dispatch_stack(), torch._C._len_torch_function_stack()
     if not (dispatched or called):
         yield
@@ -347,12 +293,9 @@ def _is_of_torch(function: Any) -> bool:
 
 @contextlib.contextmanager
 def _autocast_entered_once() -> Iterator[None]:
-    """Let autocast objects around the running forward end as they would if nothing inside had entered them again.
-
-    accelerate decorates ``forward`` with one ``torch.autocast``, which only its decorator's frame holds. When it is
-    entered, the object notes what to restore. So a forward that is run within itself would note that autocast was on
-    before, and it would stay on for good.
-    """
+    # accelerate decorates `forward` with one torch.autocast object, which only its decorator's frame holds. The object
+    # notes on entry what to restore. A forward that runs within itself would note that autocast was on before, and
+    # autocast would stay on for good.
     held = (value for frame, _ in traceback.walk_stack(None) for value in list(frame.f_locals.values()))
     noted = [
         (one, dict(vars(one)))
@@ -369,11 +312,8 @@ def _autocast_entered_once() -> Iterator[None]:
 
 @contextlib.contextmanager
 def autocast_uncached() -> Iterator[None]:
-    """Let a forward inside the caller's, which may run under autocast, cast weights for itself alone.
-
-    Autocast keeps the casts of weights for all forwards in its context. One that was made here would have no gradient,
-    and the caller's forward would use it.
-    """
+    # Autocast keeps the casts of weights for all forwards in its context. A cast that was made here has no gradient,
+    # and the caller's forward would use it.
     kept = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
@@ -383,25 +323,22 @@ def autocast_uncached() -> Iterator[None]:
 
 
 def eagerly() -> AbstractContextManager[None]:
-    """Compiled functions run as they were written inside, where torch can do that (2.6)."""
-    stance = getattr(torch.compiler, "set_stance", None)
+    stance = getattr(torch.compiler, "set_stance", None)  # torch 2.6 on
     return contextlib.nullcontext() if stance is None else stance("force_eager")
 
 
 @contextlib.contextmanager
 def without_gradients() -> Iterator[None]:
-    """``torch.no_grad`` with :func:`autocast_uncached`."""
     with autocast_uncached(), torch.no_grad():
         yield
 
 
 def computed_in(states: torch.Tensor) -> torch.dtype:
-    """The dtype of products with these states, which autocast may change. An empty product shows it."""
+    # Autocast may change the dtype of products with these states. An empty product shows it.
     return torch.nn.functional.linear(states.new_empty(0, 1), states.new_empty(1, 1)).dtype
 
 
 def autocast_dtype(states: torch.Tensor) -> torch.dtype | None:
-    """The dtype of autocast on a tensor's device; None if it is off there."""
     # every layer asks, and a device makes the name of its type anew each time
     device = "cpu" if states.is_cpu else "cuda" if states.is_cuda else states.device.type
     if _AUTOCAST_BY_DEVICE:

@@ -7,39 +7,27 @@ from typing import Any, Callable, Protocol
 
 import torch
 
-Call = dict[str, Any]
-"""A forward's arguments by name."""
+Call = dict[str, Any]  # a forward's arguments by name
 
-Args = tuple[Any, ...]
-"""A forward's arguments without names."""
+Args = tuple[Any, ...]  # a forward's arguments without names
 
+# a function of Transformers, whose signature differs between versions, or its replacement
 Function = Callable[..., Any]
-"""A function of Transformers, or its replacement. Its signature differs between versions."""
 
 
 class Config(Protocol):
-    """A Transformers config. Everything but the model type differs between models and versions."""
-
     model_type: str
 
-    def __getattr__(self, name: str) -> Any:
-        """Any other setting."""
+    def __getattr__(self, name: str) -> Any: ...
 
 
 class Model(Protocol):
-    """A Transformers model: a ``PreTrainedModel`` of any version.
-
-    Attributes:
-        config: the model's config.
-        training: whether the model is in training mode.
-        base_model_prefix: the name under which a model with a head holds its base model.
-        loss_function: the loss that the model's forward calls (4.46 on).
-    """
+    """A ``PreTrainedModel`` of any version of Transformers."""
 
     config: Config
     training: bool
-    base_model_prefix: str
-    loss_function: Any
+    base_model_prefix: str  # the attribute in which a model with a head holds its base model
+    loss_function: Any  # the loss that forward calls, from Transformers 4.46 on
     _modules: dict[str, Any]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...

@@ -1,8 +1,8 @@
 """Traits and kernels that other installed packages add through entry points.
 
 An entry point of the group ``fa2patch.traits`` or ``fa2patch.kernels`` names a function without arguments, which calls
-``fa2patch.traits.register_trait`` or ``fa2patch.kernels.register_kernel``. Each is called once in a process, by the
-first ``apply`` or the first command that lists kernels, and never by ``import fa2patch``.
+``fa2patch.traits.register_trait`` or ``fa2patch.kernels.register_kernel``. The first ``apply``, or the first command
+that lists kernels, calls each of them once. ``import fa2patch`` calls none.
 """
 
 from __future__ import annotations
@@ -18,15 +18,13 @@ GROUPS = ("fa2patch.traits", "fa2patch.kernels")
 
 @dataclass(frozen=True)
 class Added:
-    """What a package has added: a ``"trait"`` or a ``"kernel"``, its name, and the package with its version."""
-
-    kind: str
+    kind: str  # "trait" or "kernel"
     name: str
-    package: str
+    package: str  # with its version
 
 
+# It is held while something is added, and reentrant because that may add more.
 LOCK = threading.RLock()
-"""Held while something is added, which may add more."""
 
 _added: list[Added] = []
 _under_way: list[str] = []
@@ -34,11 +32,8 @@ _done: set[str] = set()
 
 
 def load() -> None:
-    """Call the functions of all entry points, once in a process.
-
-    One that fails is left out with a RuntimeWarning, which names it and its package: a package that is broken, and that
-    nobody asked for here, must not keep a model from training.
-    """
+    # An entry point that fails is left out with a warning: a broken package that nobody asked for here must not keep a
+    # model from training.
     with LOCK:  # another thread's model must not be planned without a trait that is still to be added
         if _done:
             return
@@ -49,12 +44,11 @@ def load() -> None:
 
 
 def added() -> tuple[Added, ...]:
-    """What other packages have added so far, in order."""
     return tuple(_added)
 
 
 def note(kind: str, name: str) -> None:
-    """Record what is registered while an entry point is loaded. What a program registers itself is not recorded."""
+    # Only what an entry point registers is recorded, not what a program registers itself.
     if _under_way:
         _added.append(Added(kind, name, _under_way[-1]))
 

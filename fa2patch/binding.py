@@ -1,13 +1,7 @@
 """Replaces one attribute and undoes the replacement. Apart from :mod:`fa2patch.run`, only this module imports wrapt.
 
-What is installed is a plain function and never one of wrapt's wrappers, because torch.compile traces through a wrapt
-FunctionWrapper to the original code (rule 5 of CONTRIBUTING.md). A binding is shared by all models that need it, holds
-them weakly and is undone with the last of them. If other code has replaced the attribute again by then, its replacement
-stays and the binding below it has no effect. The binding is removed as soon as that replacement is gone.
-
-The collector may run a finalizer between any two lines, in any thread. So a finalizer changes nothing here and waits
-for nothing: it says that something is due, and that is done when nobody is :func:`changing` bindings. For the same
-reason users are held in sets of plain weak references, which no callback changes, and not in a WeakSet.
+A binding is shared by all models that need it, holds them weakly and is undone with the last of them. If other code has
+replaced the attribute again by then, its replacement stays, and the binding below it goes as soon as that one is gone.
 """
 
 from __future__ import annotations
@@ -23,12 +17,13 @@ from typing import Any, Callable
 
 from ._torch import between_compilations, no_compilation
 
-ABSENT = object()
-"""Stands for the original value if the owner did not have the attribute."""
+ABSENT = object()  # the original value, if the owner did not have the attribute
 
-Users = set[weakref.ref[Any]]
+Users = set[weakref.ref[Any]]  # not a WeakSet, which a finalizer's callback could change at any time
 
 _lock: Any = threading.RLock()
+# The collector may run a finalizer between any two lines, in any thread. So a finalizer changes no binding and waits
+# for nothing: it sets this, and the work is done when nobody is changing bindings.
 _due = False
 _bindings: list[Binding] = []
 _waiting: dict[tuple[str, Callable[[ModuleType, Any], None]], Users] = {}
@@ -36,14 +31,9 @@ _waiting: dict[tuple[str, Callable[[ModuleType, Any], None]], Users] = {}
 
 @contextlib.contextmanager
 def changing(waits: bool = False) -> Iterator[None]:
-    """Inside this context no other thread changes a binding, and no finalizer does. What is due is done at its end.
-
-    Contexts may be nested. While a graph is being compiled, in any thread, it is done as soon as that is over.
-
-    Args:
-        waits: whether no other thread may compile meanwhile, as where a model is patched. A thread that compiles may
-            change bindings, so this must not be asked for inside another context that has not waited.
-    """
+    # Inside this context no other thread and no finalizer changes a binding; with `waits`, no other thread compiles
+    # either. A thread that compiles may change bindings, so `waits` must not be set inside another context that has not
+    # waited: the two threads would wait for each other.
     try:
         with no_compilation() if waits else contextlib.nullcontext(), _lock:
             yield
@@ -52,35 +42,27 @@ def changing(waits: bool = False) -> Iterator[None]:
 
 
 class Binding:
-    """The replacement of ``owner.attribute`` by ``make(original)``.
-
-    Attributes:
-        owner: a class, a module or any other object.
-        original: the owner's own value before, or :data:`ABSENT`.
-        replacement: the installed value; a ``staticmethod`` if the original is one.
-        users: the patches that need this binding, held weakly.
-        waited_for: the foreign replacement on top whose end :meth:`undo` waits for, held weakly; else None.
-    """
+    """The replacement of ``owner.attribute`` by ``make(original)``."""
 
     def __init__(self, owner: Any, attribute: str, make: Callable[[Any], Any], user: Any) -> None:
         self.owner, self.attribute = owner, attribute
         self.users: Users = {weakref.ref(user)}
+        # the foreign replacement on top, whose end `undo` waits for
         self.waited_for: weakref.ref[Any] | None = None
         self.original = vars(owner).get(attribute, ABSENT)
         static = isinstance(self.original, staticmethod)
         made = make(self.original.__func__ if static else self.original)
+        # What is installed is a plain function and none of wrapt's wrappers: torch.compile traces through a wrapt
+        # FunctionWrapper to the original code (rule 5 of CONTRIBUTING.md).
         self.replacement = staticmethod(made) if static else made
 
     @property
     def state(self) -> str:
-        """``"applied"``, or ``"covered"`` if other code has replaced the attribute since; checked on each access."""
+        # A binding is covered if other code has replaced the attribute since.
         return "applied" if vars(self.owner).get(self.attribute) is self.replacement else "covered"
 
     def undo(self) -> bool:
-        """Put the original back and return True.
-
-        If another replacement is on top, the binding waits until that is gone and this returns False.
-        """
+        # The result is False while another replacement is on top, and the binding waits until that is gone.
         if self.state == "covered":
             on_top = vars(self.owner).get(self.attribute, ABSENT)
             if on_top is self.original:
@@ -98,7 +80,7 @@ class Binding:
 
 
 def bind(owner: Any, attribute: str, make: Callable[[Any], Any], user: Any) -> Binding:
-    """Add a user to the binding of this attribute. A new binding is applied if there is none, or it is covered."""
+    # A covered binding has no effect, so a new one is made on top of what covers it.
     with changing():
         if not used_by(user):
             weakref.finalize(user, _forgotten).atexit = False
@@ -113,7 +95,7 @@ def bind(owner: Any, attribute: str, make: Callable[[Any], Any], user: Any) -> B
 
 
 def release(user: Any) -> None:
-    """Remove a user from every binding. Those that have no users left are undone at the end of :func:`changing`."""
+    # Bindings that have no users left are undone at the end of `changing`.
     global _due
     with changing():
         for binding in _bindings:
@@ -122,10 +104,8 @@ def release(user: Any) -> None:
 
 
 def when_imported(module: str, then: Callable[[ModuleType, Any], None], user: Any) -> None:
-    """Call ``then`` with a module and a user: now, or once the module is imported if the user has bindings then.
-
-    A user without bindings counts as gone, so it must have some before this is called.
-    """
+    # This calls `then` now, or once the module is imported if the user has bindings then. A user without bindings
+    # counts as gone, so it must have some before this is called.
     with changing():
         if module in sys.modules:
             then(sys.modules[module], user)
@@ -146,13 +126,11 @@ def _arrived(name: str, then: Callable[[ModuleType, Any], None], module: ModuleT
 
 
 def used_by(user: Any) -> list[Binding]:
-    """The bindings of one user, in the order in which they were made."""
     with changing():
         return [binding for binding in _bindings if weakref.ref(user) in binding.users]
 
 
 def users() -> set[Any]:
-    """Everything that uses a binding."""
     with changing():
         return {user for binding in _bindings for user in _alive(binding.users)}
 
@@ -162,7 +140,7 @@ def _alive(refs: Iterable[weakref.ref[Any]]) -> list[Any]:
 
 
 def _forgotten() -> None:
-    """Finalizer of users, and of what covers a binding."""
+    # Users, and what covers a binding, have this finalizer.
     global _due
     if not _due:  # else whoever has said so, or holds the lock, does it
         _due = True
@@ -175,7 +153,7 @@ def _settle() -> None:
 
 
 def _undo_unused() -> None:
-    """Undo bindings without users, again until nothing is due. Another thread that holds the lock will do it."""
+    # A thread that holds the lock undoes unused bindings itself, so no other thread waits for the lock.
     global _due
     while _due and not _lock._is_owned() and _lock.acquire(blocking=False):
         try:

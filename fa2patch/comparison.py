@@ -1,8 +1,8 @@
 """Comparing what a kernel, a mixer or a model computes: how far tensors are apart, and where gradients go.
 
 A trial, the proof of unknown modules and ``verify`` do the same: they change the tensors of some tokens, and look
-whether outputs of other tokens change, and whether these send gradients there. A fault is told from rounding by its
-size beside the largest value.
+whether outputs of other tokens change, and whether these send gradients there. A fault differs from rounding in its
+size relative to the largest value.
 """
 
 from __future__ import annotations
@@ -17,19 +17,11 @@ import torch
 def distance(
     found: Sequence[torch.Tensor],
     expected: Sequence[torch.Tensor],
-    tokens: torch.Tensor | None = None,
-    least: float = 1e-30,
+    tokens: torch.Tensor | None = None,  # bool, with the tensors' first dimensions; None compares all
+    least: float = 1e-30,  # what the largest expected value counts as if it is smaller
 ) -> float:
-    """The largest difference between tensors and those that are expected, relative to the largest expected value.
-
-    Each pair has a scale of its own. Values that are NaN in both, or the same infinity, are equal. The result is
-    infinity where only one is finite, and if shapes or the numbers of tensors differ.
-
-    Args:
-        found, expected: the tensors.
-        tokens: bool, with the tensors' first dimensions: where they are compared. None compares all.
-        least: what the largest expected value counts as if it is smaller.
-    """
+    # The distance is relative to the largest expected value of each pair. Values that are NaN in both, or the same
+    # infinity, are equal. It is infinite where only one is finite, and where shapes or numbers of tensors differ.
     if [one.shape for one in found] != [other.shape for other in expected]:
         return float("inf")
     largest = 0.0
@@ -49,14 +41,8 @@ def distance(
 
 
 def random_sum(outputs: Sequence[torch.Tensor], tokens: torch.Tensor | None = None) -> torch.Tensor | None:
-    """A random sum of outputs, to take gradients of; None if no output needs a gradient.
-
-    The weights are the same in each call. A sum of squares would hide a gradient where an output is zero.
-
-    Args:
-        outputs: the outputs.
-        tokens: bool, with the outputs' first dimensions: what is summed. None sums all.
-    """
+    # Gradients are taken of this sum. Its weights are the same in each call. A sum of squares would hide a gradient
+    # where an output is zero.
     drawn: dict[torch.device, torch.Generator] = {}  # on the device: outputs of a long row have many numbers
     total = None
     for values in outputs:
@@ -74,15 +60,9 @@ def gradients(
     outputs: Sequence[torch.Tensor],
     wanted: Sequence[torch.Tensor],
     tokens: torch.Tensor | None = None,
-    again: bool = False,
+    again: bool = False,  # whether the graph is needed once more
 ) -> list[torch.Tensor]:
-    """The gradients of :func:`random_sum` with respect to some tensors; zeros where nothing leads to one.
-
-    Args:
-        outputs, tokens: as there.
-        wanted: the tensors.
-        again: whether the graph is needed once more.
-    """
+    # A tensor to which no gradient leads gets zeros.
     total = random_sum(outputs, tokens)
     if total is None:
         return [torch.zeros_like(one) for one in wanted]
@@ -91,7 +71,6 @@ def gradients(
 
 
 def tensors(output: Any) -> Iterator[torch.Tensor]:
-    """The tensors in an output: a tensor, a container of such, or an object with such attributes."""
     if isinstance(output, torch.Tensor):
         yield output
         return
@@ -107,21 +86,18 @@ def tensors(output: Any) -> Iterator[torch.Tensor]:
 
 
 def version(value: Any) -> float:
-    """A number that is another one after a tensor was changed in place. Those of inference mode count no changes."""
+    # This number changes when a tensor is changed in place. Tensors of inference mode count no changes.
     if not isinstance(value, torch.Tensor):
         return 0
     return float(value.sum()) if value.is_inference() else value._version
 
 
 def projected(values: torch.Tensor) -> torch.Tensor:
-    """Four random projections ``[..., 4]`` of vectors ``[..., n]``, which a change of any of their numbers changes.
-
-    They are kept in the place of logits over the vocabulary, and of what all modules compute.
-    """
+    # Four projections stand for logits over the vocabulary, or for what a module computes, because a change of any
+    # number changes them.
     generator = torch.Generator().manual_seed(0)
     return values @ torch.randn(values.shape[-1], 4, generator=generator).to(values)
 
 
 def _over(tokens: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """A mask of tokens with further dimensions, as a tensor with values for each token has them."""
     return tokens.to(values.device).reshape(*tokens.shape, *[1] * (values.dim() - tokens.dim()))

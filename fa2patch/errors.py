@@ -1,28 +1,25 @@
 """Errors, all subclasses of :class:`Fa2PatchError`, and four warnings.
 
-Every message says what was expected, what was found and what to do. Its last line is the address of the section about
-its class in the documentation. An error raised by ``apply`` leaves the model and every namespace unchanged. After an
-error in a forward, the patch is still usable.
+A message says what was expected, what was found and what to do. An error of ``apply`` leaves the model and every
+namespace unchanged. After an error in a forward, the patch is still usable.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+# The page has a section for each class of this module.
 PAGE = "https://fa2patch.github.io/fa2patch/errors.html"
-"""The page of the documentation that has a section for each class of this module."""
 
 
 class _Documented(BaseException):
-    """An error or warning whose text ends in the address of its class's section in the documentation."""
-
     def __init__(self, *args: object, message: str | None = None) -> None:
-        """A DataLoader raises a worker's error again with its text as ``message``, as there is such an attribute."""
+        # A DataLoader raises a worker's error again with its text as `message`, because the class has that attribute.
         super().__init__(*(args if message is None else (message,)))
 
     @property
     def message(self) -> str:
-        """The text without the address."""
+        # This is the text without the address of the class's section in the documentation.
         return super().__str__()
 
     def __str__(self) -> str:  # here and nowhere else: texts and evidence that quote an error use ``message``
@@ -149,8 +146,4 @@ class OverBudget(_Documented, UserWarning):
 
 
 def message(error: BaseException) -> str:
-    """Return an error's text, without the address that an error of fa2patch ends in.
-
-    For texts that quote an error.
-    """
     return error.message if isinstance(error, _Documented) else str(error)

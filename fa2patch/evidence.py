@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+# Ranges of minors by state, and there by the seam (state "ok") or the reason (other states).
 States = dict[str, dict[str, str]]
-"""Ranges of minors by the seam (``"ok"``) or the reason (other states), by state."""
 
 
 @functools.cache
@@ -25,33 +25,28 @@ def _read(file: str) -> dict[str, Any]:
 
 
 def evidence() -> dict[str, Any]:
-    """What was found of fa2patch."""
     return _read("evidence.json")
 
 
 def upstream() -> dict[str, Any]:
-    """What Transformers alone does with packed rows, by minor."""
+    # The file says what Transformers alone does with packed rows, by minor.
     return _read("upstream.json")
 
 
 def by_architecture() -> dict[str, States]:
-    """What was found of every architecture, the fourteen families first."""
-    found: dict[str, States] = evidence()["architectures"]
+    found: dict[str, States] = evidence()["architectures"]  # the fourteen families first
     return found
 
 
 def minors() -> list[str]:
-    """The minors of Transformers that were checked, the oldest first."""
-    return list(evidence()["releases"])
+    return list(evidence()["releases"])  # the oldest first
 
 
 def minor_of(version: str) -> str:
-    """The minor of a version, for example ``5.23`` of ``5.23.1``."""
     return ".".join(re.findall(r"\d+", version)[:2])
 
 
 def key(minor: str) -> tuple[int, ...]:
-    """The sort key of a minor."""
     return tuple(int(number) for number in minor.split("."))
 
 
@@ -62,7 +57,7 @@ def within(minor: str, ranges: str) -> bool:
 
 
 def state_in(minor: str, states: States) -> tuple[str, str]:
-    """The state of an architecture in a minor, and its seam or the reason; ``("absent", "")`` if it is not there."""
+    # The second text is the seam or the reason, as in States.
     for state, found in states.items():
         for what, ranges in found.items():
             if within(minor, ranges):
@@ -71,17 +66,11 @@ def state_in(minor: str, states: States) -> tuple[str, str]:
 
 
 def minors_with(states: States) -> list[str]:
-    """The minors in which an architecture is there, the oldest first."""
     return [minor for minor in minors() if state_in(minor, states)[0] != "absent"]
 
 
 def isolates(model_type: str, version: str) -> bool:
-    """Whether every cell of an architecture in this minor of Transformers is isolated, and there is one.
-
-    Args:
-        model_type: the ``model_type`` of the model's config.
-        version: the version of Transformers.
-    """
+    # Every cell of the architecture in this minor must be isolated, and there must be one.
     cells = (states for name, states in by_architecture().items() if name.partition(":")[0] == model_type)
     found = [state_in(minor_of(version), states)[0] for states in cells]
     found = [state for state in found if state != "absent"]
@@ -89,16 +78,15 @@ def isolates(model_type: str, version: str) -> bool:
 
 
 def stretches(names: Iterable[T], wanted: Collection[T]) -> list[tuple[T, T]]:
-    """The first and the last of each stretch of neighbours among ``names`` that are wanted."""
+    # A stretch consists of neighbours among `names` that are all wanted. It is given as its first and its last one.
     grouped = (list(run) for is_wanted, run in itertools.groupby(names, wanted.__contains__) if is_wanted)
     return [(run[0], run[-1]) for run in grouped]
 
 
 def ranges(names: Iterable[str], wanted: Collection[str]) -> str:
-    """Minors as ranges over ``names``, for example ``4.34-4.42, 5.0``."""
+    # The result is a text such as 4.34-4.42, 5.0.
     return ", ".join("-".join(dict.fromkeys(run)) for run in stretches(names, wanted))
 
 
 def ranges_of(wanted: Collection[str]) -> str:
-    """Minors as :func:`ranges` over those that were checked."""
     return ranges(minors(), wanted)

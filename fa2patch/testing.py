@@ -1,9 +1,7 @@
 """A pytest fixture for the tests of other projects.
 
-Put ``pytest_plugins = ["fa2patch.testing"]`` in ``conftest.py``, then write a test:
-
-def test_packing_is_isolated(assert_isolated):
-    assert_isolated(my_model())
+Put ``pytest_plugins = ["fa2patch.testing"]`` in ``conftest.py``. A test that takes the argument ``assert_isolated`` can
+then call ``assert_isolated(my_model())``.
 """
 
 from __future__ import annotations
@@ -18,7 +16,6 @@ from .proof.verify import verify
 
 @pytest.fixture(name="assert_isolated")
 def _assert_isolated() -> Callable[..., Verification]:
-    """:func:`assert_isolated`, as a fixture."""
     return assert_isolated
 
 

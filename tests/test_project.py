@@ -1,5 +1,7 @@
 """README, CI and other documents agree with the code."""
 
+import importlib
+import inspect
 import re
 import shutil
 import subprocess
@@ -28,9 +30,25 @@ def test_links_and_pictures_exist(file):
         assert (file.parent / target).exists(), target
 
 
-def test_public_names_are_there_and_documented():
-    for name in fa2patch.__all__:
-        assert getattr(fa2patch, name).__doc__, name
+PUBLIC = re.findall(
+    r"^\.\. auto(?:function|class):: ([\w.]+)", (ROOT / "docs" / "reference.md").read_text(encoding="utf-8"), re.M
+)
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_a_public_name_is_documented_with_all_that_it_takes(name):
+    module, _, attribute = name.rpartition(".")
+    found = getattr(importlib.import_module(module), attribute)
+    said = inspect.getdoc(found)
+    taken = (
+        [] if inspect.isclass(found) else [*inspect.signature(found).parameters]
+    )  # few classes are for users to make
+    assert said and not [each for each in taken if not re.search(rf"\b{each}\b", said)]
+
+
+def test_public_names_are_there_and_in_the_reference():
+    assert all(getattr(fa2patch, name).__doc__ for name in fa2patch.__all__)
+    assert {*fa2patch.__all__} <= {part for name in PUBLIC for part in name.split(".")} | {"Fa2PatchError"}
 
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

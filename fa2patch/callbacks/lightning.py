@@ -13,12 +13,12 @@ from ..patch.applying import apply, status
 from ..patch.state import Patch
 from ..upstream.find_models import outermost_models
 
+# Lightning is imported under either name. They are different modules, with a class Callback each.
 _NAMES = ("lightning.pytorch", "pytorch_lightning")
-"""The names under which Lightning is imported. They are different modules, with a class ``Callback`` each."""
 
 
 def _bases() -> tuple[tuple[Any, ...], str]:
-    """The ``Callback`` of the Lightning that is imported, else of the one that can be; if none can, none and why."""
+    # The Lightning that is imported is used, else the one that can be.
     imported = [sys.modules[name].Callback for name in _NAMES if sys.modules.get(name) is not None]
     why = ""
     for name in () if imported else _NAMES:
@@ -102,7 +102,6 @@ class LightningCallback(*_BASES):  # type: ignore[misc]
     on_validation_start = on_test_start = on_predict_start = on_fit_start
 
     def _patch(self, module: Any) -> dict[str, Any]:
-        """Patch those models of the module that were not patched by this callback yet, and return all of its models."""
         found = outermost_models(module)
         for name, model in found.items():
             asked = self.models is None or any(_within(name, wanted) for wanted in self.models)

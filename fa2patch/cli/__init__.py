@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+# Commands need these packages beyond fa2patch's own requirements: the extra `cli`.
 NEEDED = ("click", "packaging", "rich", "tomli", "uv")
-"""The packages that commands need beyond fa2patch's own requirements: the extra ``cli``."""
 
 
 def advice(error: ModuleNotFoundError) -> str:
-    """The message about a package that was not found, with the command that installs it."""
     return (
         f"fa2patch's command line needs {error.name}, which is not installed: pip install 'fa2patch[cli]' "
         "(in a clone: pip install -e '.[cli]')"

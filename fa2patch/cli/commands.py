@@ -15,6 +15,7 @@ except ModuleNotFoundError as error:
 
 from .streams import cannot_write, usable_streams
 
+# For each subcommand, this names its module, which has it as NAME_command, and its line in the list of commands.
 COMMANDS = {
     "verify": ("verifying", "Verify that a model isolates the documents of a packed row."),
     "doctor": ("doctor", "Show what is installed here and how it treats packed rows."),
@@ -25,18 +26,15 @@ COMMANDS = {
     "kernels": ("kernels", "Show the kernels that compute attention, and which can run here."),
     "run": ("running", "Run a script or a command with every language model in it patched."),
 }
-"""For each subcommand its module, which has it as ``NAME_command``, and what the list of commands says."""
 
 
 class Commands(click.Group):
-    """A group that imports its commands later, and whose errors about packages and streams are one line."""
+    # Commands are imported when they are called. Errors about packages and streams are one line.
 
     def list_commands(self, context: click.Context) -> list[str]:
-        """Return the names of all commands."""
         return [*COMMANDS]
 
     def get_command(self, context: click.Context, name: str) -> click.Command | None:
-        """Return a command."""
         if name not in COMMANDS:
             return None
         command: click.Command = getattr(
@@ -45,12 +43,11 @@ class Commands(click.Group):
         return command
 
     def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the list of commands without importing them."""
+        # The list is written without an import of the commands.
         with formatter.section("Commands"):
             formatter.write_dl([(name, what) for name, (_, what) in COMMANDS.items()])
 
     def invoke(self, context: click.Context) -> Any:
-        """Run the command, and name the extra to install if it lacks one of its packages."""
         try:
             return super().invoke(context)
         except ModuleNotFoundError as error:
@@ -59,7 +56,7 @@ class Commands(click.Group):
             raise click.ClickException(advice(error)) from None
 
     def main(self, args: Sequence[str] | None = None, *rest: Any, **options: Any) -> Any:
-        """Parse and run. What cannot be read or written is one line on stderr, and the exit code 2."""
+        # What cannot be read or written is one line on stderr, and the exit code 2.
         usable_streams()
         try:
             return super().main(args, *rest, **options)

@@ -31,11 +31,12 @@ from .verifying import Found, verified, verify_unpatched
 if TYPE_CHECKING:
     from rich.console import Console
 
+# For each package, the module that is imported to test it: one built for another torch is installed, but does not
+# import.
 PACKAGES = {
     "transformers": "transformers", "wrapt": "", "flash-attn": "flash_attn", "flash-attn-3": "flash_attn_interface",
     "flash-attn-4": "flash_attn.cute", "kernels": "kernels", "accelerate": "", "peft": "", "trl": "",
 }  # fmt: skip
-"""Packages, and the modules imported to test them: one built for another torch is installed, but does not import."""
 
 _TRIED = {
     "alone": "alone, default cache",
@@ -45,17 +46,15 @@ _TRIED = {
 
 
 class Defect(NamedTuple):
-    """A defect of Transformers that concerns packed rows, as ``doctor`` says it."""
-
     first: tuple[int, int]  # the first and the last minor that has it
     last: tuple[int, int] | None  # None: no version was seen to mend it
     what: str
 
     def is_in(self, version: tuple[int, int]) -> bool:
-        """Whether a minor version has it, as far as is known."""
         return self.first <= version and (self.last is None or version <= self.last)
 
 
+# These were read in Transformers' sources and observed in the compat matrix.
 DEFECTS = (
     Defect((4, 34), (4, 43), "position_ids are used for rotary positions only: every packed row leaks."),
     Defect((4, 44), (4, 53), "ids that never decrease are taken for one document: [0, 0, 1, ...] leaks."),
@@ -68,7 +67,6 @@ DEFECTS = (
     Defect((4, 54), (4, 54), "GPT-BigCode inverts the scale of its attention."),
     Defect((4, 52), (4, 57), "GraniteMoE's attention drops position_ids: packed rows leak, and did not up to 4.51."),
 )
-"""Defects that were read in Transformers' sources and observed in the compat matrix."""
 
 
 @click.command("doctor")
@@ -97,10 +95,7 @@ def doctor_command(svg: Path | None, as_json: bool) -> None:
 
 
 def diagnose(doing: Callable[[str], None] = lambda what: None) -> dict[str, Any]:
-    """Everything that ``fa2patch doctor`` shows, as JSON-compatible data; ``ok``: the patched tiny Llama isolates.
-
-    Before each step that takes time, ``doing`` is called with what it is.
-    """
+    # The result is JSON-compatible. `doing` is called before each step that takes time, with what it is.
     doing("importing the packages that are installed")
     found: dict[str, Any] = {
         "python": platform.python_version(),
@@ -140,7 +135,6 @@ def _package(name: str) -> dict[str, Any]:
 
 
 def _with_tiny_llama() -> dict[str, Any]:
-    """Verify a tiny Llama on a row of four documents, unpatched and patched."""
     try:
         model = compat("tiny_models").build("llama", "sdpa")
     except Exception as error:

@@ -17,12 +17,12 @@ from .models import MASKED, ModelArgument, cannot, compat, config_of, local
 from .output import escaped, in_one_line, new_console, print_json
 
 RANDOM = "checks a tiny model with random weights."
+# A tiny model stands in for a config.json. Its sizes are not checked.
 STANDS_IN = "a tiny model of its kind, with random weights, stands in for it."
-"""What is checked of a config.json: its sizes are not."""
 
 
 class Refused(click.ClickException):
-    """fa2patch refuses the model. That is a result: it is printed on stdout, and the command exits with 1."""
+    # A refusal is a result: it is printed on stdout, and the command exits with 1.
 
     def __init__(self, found: ModelArgument, model: object, reason: str, **more: Any) -> None:
         super().__init__(reason)
@@ -30,7 +30,6 @@ class Refused(click.ClickException):
         self.as_json = click.get_current_context().params["as_json"]
 
     def show(self, file: Any = None) -> None:
-        """Print it."""
         if self.as_json:
             print_json(self.found)
         else:
@@ -39,12 +38,6 @@ class Refused(click.ClickException):
 
 
 def loaded_or_tiny(found: ModelArgument, dtype: torch.dtype) -> Any:
-    """The model to check, in eval mode on the CPU.
-
-    Raises:
-        Refused: ``apply`` refuses a model of this kind, which therefore is not made.
-        click.BadParameter: The model does not load, or cannot be made.
-    """
     if found.kind in ("weights", "hub"):
         return _loaded(found, dtype)
     tiny_models, name = compat("tiny_models"), found.name
@@ -88,7 +81,7 @@ def _loaded(found: ModelArgument, dtype: torch.dtype) -> Any:
 
 
 def _refusal(found: ModelArgument) -> click.ClickException:
-    """The refusal of a kind of model that no tiny model is made of, or an error if it is not refused."""
+    # No tiny model is made of this kind of model. If fa2patch does not refuse it, the argument is the error.
     found.attention = None
     made = fake(found, None)
     try:
@@ -106,11 +99,7 @@ def _not_ok(found: ModelArgument, model: object, error: Exception) -> Refused:
 
 
 def fake(found: ModelArgument, dtype: torch.dtype | None) -> Any:
-    """The model of a config at full size, in eval mode, with fake tensors, which need no weights and no memory.
-
-    Raises:
-        click.BadParameter: Transformers cannot make it.
-    """
+    # The model has its full size and fake tensors, which need no weights and no memory.
     config, is_type = config_of(found), found.kind == "type"
     then = "uses Transformers' default config of it, without weights." if is_type else "at full size, without weights."
     try:
@@ -141,13 +130,13 @@ def _without_weights(config: Any, found: ModelArgument, dtype: torch.dtype | Non
 
 
 def _options(cls: Any, found: ModelArgument) -> dict[str, Any]:
-    """What a class is told when it makes a model: an auto class also whether other code may run."""
+    # only auto classes take the option
     trust = {"trust_remote_code": found.trust} if hasattr(cls, "_model_mapping") else {}
     return {**trust, **({"attn_implementation": found.attention} if found.attention else {})}
 
 
 def _without_initialization() -> contextlib.AbstractContextManager[Any]:
-    """Transformers' context in which weights are not filled: some ways of filling them look at values."""
+    # Some ways of filling weights look at values, which fake tensors do not have.
     for name in ("initialization", "modeling_utils"):  # the first one from 5.0 on
         with contextlib.suppress(ImportError, AttributeError):
             found: Any = importlib.import_module(f"transformers.{name}").no_init_weights
@@ -155,18 +144,15 @@ def _without_initialization() -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext()
 
 
+# A config's class is looked for in this order. Not every version of Transformers has all of them.
 _AUTO = (
     "AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForVision2Seq", "AutoModelForMaskedLM",
     "AutoModelForSeq2SeqLM", "AutoModel",
 )  # fmt: skip
-"""Transformers' auto classes, in the order in which a config's class is looked for. Not every version has all."""
 
 
 def _class_of(config: Any, trust: bool, masked: bool = False) -> Any:
-    """The class that makes a model from a config: the one that the config names, else an auto class that knows it.
-
-    With ``masked`` it is the masked-LM class, where a model type has a causal one too.
-    """
+    # With `masked` it is the masked-LM class, where a model type has a causal one too.
     transformers = importlib.import_module("transformers")
     if trust and getattr(config, "auto_map", None):
         return transformers.AutoModelForCausalLM

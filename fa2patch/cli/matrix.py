@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 
 def _version_type(example: str) -> Callable[[str], str]:
-    """The type of an option that is a version number such as the example."""
-
     def version(given: str) -> str:
         from packaging.version import InvalidVersion, parse
 
@@ -138,7 +136,6 @@ def _model(given: str, versions: Sequence[Version]) -> Model:
 
 
 def _check_present(name: str, versions: Sequence[Version]) -> None:
-    """Raise a click.BadParameter if the evidence says that none of these versions has a model type."""
     states = evidence.by_architecture().get(name)
     if states is None:
         why = evidence.evidence()["out of scope"].get(name)

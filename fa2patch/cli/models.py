@@ -17,25 +17,18 @@ import click
 
 from .output import in_one_line
 
-MASKED = ":masked"
-"""The end of the name of an encoder with its masked-LM head, for example ``bert:masked``."""
+MASKED = ":masked"  # ends the name of an encoder with its masked-LM head, for example bert:masked
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "adapter_model.bin")
 
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
-SECONDS = 3.0
-"""How long the hub may take to answer, unless ``HF_HUB_ETAG_TIMEOUT`` says otherwise."""
+SECONDS = 3.0  # how long the hub may take to answer, unless HF_HUB_ETAG_TIMEOUT says otherwise
 
 
 def compat(name: str) -> Any:
-    """Import a module of ``compat_matrix``, for example ``"user_models.matrix"``. Only this function does.
-
-    The wheel holds the package as ``fa2patch.compat_matrix``. In a clone it is the folder beside fa2patch.
-
-    Raises:
-        ModuleNotFoundError: A package that the module needs is not installed; ``commands.Commands`` reports it.
-    """
+    # Only this function imports compat_matrix. The wheel holds it as fa2patch.compat_matrix. In a clone it is the
+    # folder beside fa2patch.
     installed = f"{__name__.partition('.')[0]}.compat_matrix"
     home = installed if importlib.util.find_spec(installed) else "compat_matrix"
     return importlib.import_module(f"{home}.{name}")
@@ -55,7 +48,6 @@ class ModelArgument:
     checked: str = ""  # what say printed
 
     def said(self, then: str) -> str:
-        """One line that says what the argument was found to be, and then what is done with it."""
         what = {
             "config": f"a config of model type {self.model_type}",
             "folder": f"a folder with a config of model type {self.model_type} and no weights",
@@ -66,22 +58,16 @@ class ModelArgument:
         return f"{self.given}: {what[self.kind]}; {then}"
 
     def say(self, then: str) -> None:
-        """Print this line on stderr."""
         self.checked = self.said(then)
         click.echo(self.checked, err=True)
 
 
 def cannot(why: str, hint: str = "MODEL") -> click.BadParameter:
-    """The error about a MODEL argument."""
     return click.BadParameter(why, param_hint=hint)
 
 
 def resolve(given: str, pretrained: bool = False, hint: str = "MODEL", known: Iterable[str] = ()) -> ModelArgument:
-    """Find out what a MODEL argument means; the model types ``known`` come before those of the installed Transformers.
-
-    Raises:
-        click.BadParameter: It is nothing of these, or the hub does not have it or cannot be reached.
-    """
+    # The model types `known` come before those of the installed Transformers.
     path = Path(given).expanduser()
     weights = any(any(path.glob(pattern)) for pattern in _WEIGHTS)
     if path.is_file() or (path / "config.json").is_file():
@@ -102,13 +88,12 @@ def resolve(given: str, pretrained: bool = False, hint: str = "MODEL", known: It
 
 
 def model_types() -> list[str]:
-    """The model types of the installed Transformers."""
     auto: Any = importlib.import_module("transformers.models.auto.configuration_auto")
     return list(auto.CONFIG_MAPPING_NAMES)
 
 
 def model_type_of(given: str, names: Iterable[str]) -> str | None:
-    """The one of these model types that is meant: letter case, hyphens, underscores and dots make no difference."""
+    # Letter case, hyphens, underscores and dots make no difference.
     names = list(dict.fromkeys(names))
     if given in names:
         return given
@@ -118,7 +103,6 @@ def model_type_of(given: str, names: Iterable[str]) -> str | None:
 
 
 def suggestions(given: str, names: Iterable[str]) -> list[str]:
-    """Up to three of these model types whose spelling is close."""
     plain: dict[str, str] = {}
     for name in names:
         plain.setdefault(_bare(name.partition(MASKED)[0]), name)
@@ -127,7 +111,7 @@ def suggestions(given: str, names: Iterable[str]) -> list[str]:
 
 
 def did_you_mean(given: str, names: Iterable[str]) -> str:
-    """A sentence with the :func:`suggestions`, after a space; empty if there are none."""
+    # The text begins with a space, or is empty.
     *close, last = suggestions(given, names) or [""]
     listed = f"{', '.join(close)} or {last}" if close else last
     return f" Did you mean {listed}?" if last else ""
@@ -158,11 +142,7 @@ def _no_model(given: str, path: Path, names: Iterable[str]) -> str:
 
 
 def config_of(found: ModelArgument) -> Any:
-    """The Transformers config of a model, at full size; that of a model type is Transformers' default.
-
-    Raises:
-        click.BadParameter: Transformers cannot make it.
-    """
+    # The config is at full size; that of a model type is Transformers' default.
     from transformers import AutoConfig
 
     try:
@@ -176,7 +156,7 @@ def config_of(found: ModelArgument) -> Any:
 
 
 def local(found: ModelArgument) -> dict[str, Any]:
-    """Arguments of ``from_pretrained`` that keep it from trying to reach the hub; empty if it may."""
+    # local_files_only keeps Transformers from trying to reach the hub.
     return {"local_files_only": True} if found.local_only else {}
 
 
@@ -184,13 +164,8 @@ def local(found: ModelArgument) -> dict[str, Any]:
 
 
 def must_stay_local(name: str, hint: str) -> bool:
-    """Whether a model must be loaded from the local cache, because the hub does not answer or does not have it.
-
-    Then ``local_files_only=True`` keeps Transformers from trying to reach the hub, which takes it half a minute.
-
-    Raises:
-        click.BadParameter: The hub has no such model, or the model is not in the cache and the hub does not answer.
-    """
+    # If the hub does not answer or does not have the model, local_files_only keeps Transformers from trying to reach
+    # the hub, which takes half a minute.
     if not _HUB_NAME.fullmatch(name):
         raise cannot(f"looked for a name on the hub, such as org/name, found {name!r}.", hint)
     from huggingface_hub import constants
@@ -206,7 +181,6 @@ def must_stay_local(name: str, hint: str) -> bool:
 
 
 def _asked(name: str) -> str:
-    """The reason why the hub cannot deliver a model; empty if it can."""
     found: list[str] = []
     seconds = float(os.environ.get("HF_HUB_ETAG_TIMEOUT") or SECONDS)
     # a thread, because the time-out of a request does not end the look-up of the host's address

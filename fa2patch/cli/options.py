@@ -20,12 +20,11 @@ from ..upstream.inspecting import ATTENTION_FUNCTIONS
 from .models import resolve
 from .output import in_one_line
 
+# Every Transformers version from 4.36 on has these.
 IMPLEMENTATIONS = ("eager", "sdpa", "flash_attention_2")
-"""The attention implementations of every Transformers version from 4.36 on."""
 
 
 def dtype(name: str) -> torch.dtype:
-    """The floating-point dtype of torch with this name."""
     found = getattr(torch, name, None)
     if not (isinstance(found, torch.dtype) and found.is_floating_point):
         raise click.BadParameter(f"looked for float32, bfloat16 or float16, found {name!r}.")
@@ -33,7 +32,6 @@ def dtype(name: str) -> torch.dtype:
 
 
 def device(name: str) -> torch.device:
-    """The torch device of this name, which this machine must have."""
     try:
         found = torch.device(name)
         torch.empty(1, device=found)
@@ -47,7 +45,7 @@ def device(name: str) -> torch.device:
 
 
 def implementation(name: str) -> str:
-    """The name of an attention implementation that the installed Transformers has, or of a kernel of the hub."""
+    # The installed Transformers has it, or it is a kernel of the hub.
     modeling: Any = importlib.import_module("transformers.modeling_utils")
     functions = [key for table in ATTENTION_FUNCTIONS for key in getattr(modeling, table, ())]
     known = list(dict.fromkeys([*IMPLEMENTATIONS, *(key for key in functions if "|" not in key)]))
@@ -59,7 +57,6 @@ def implementation(name: str) -> str:
 
 
 def kernel(name: str) -> str:
-    """The name of a kernel that can run here, or ``"auto"``."""
     try:
         check_name(name)
     except (UnknownKernel, KernelUnavailable) as error:
@@ -73,14 +70,14 @@ def _has_folder(context: click.Context, option: click.Parameter, path: Path | No
     return path
 
 
+# The folder of a file to write must exist. It is checked before anything takes time.
 out_file: dict[str, Any] = {"type": click.Path(dir_okay=False, path_type=Path), "callback": _has_folder}
-"""Settings of an option that is a file to write, whose folder must exist; checked before anything takes time."""
 
 as_json_option = click.option("--json", "as_json", is_flag=True, help="For machines: JSON on stdout.")
 
 
 def takes_model(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the argument MODEL with its options and ``--json``; it gets ``model`` as a ModelArgument."""
+    # The command gets MODEL as a ModelArgument, and `as_json`.
 
     @click.argument("model")
     @click.option("--pretrained", is_flag=True, help="MODEL is a name on the hub, also without a slash (gpt2).")

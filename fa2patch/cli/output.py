@@ -19,17 +19,16 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
+# With fewer characters for a column, a table would be read one letter a line.
 LEAST = 8
-"""Characters of a column below which a table is read one letter a line."""
 
 
 def print_json(found: object) -> None:
-    """Print JSON on stdout."""
     click.echo(json.dumps(found, indent=1))
 
 
 def new_console() -> Console:
-    """A console on stdout, as wide as the terminal, or ``COLUMNS`` wide where there is none."""
+    # The console is as wide as the terminal, or COLUMNS wide where there is none.
     from rich.console import Console
 
     given = os.environ.get("COLUMNS", "")
@@ -38,13 +37,12 @@ def new_console() -> Console:
 
 
 def table_of(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> TableRows:
-    """A table, which becomes a list where the console is narrow."""
     return TableRows(columns, [*rows])
 
 
 @dataclass(frozen=True)
 class TableRows:
-    """What rich prints as a table or, with fewer than :data:`LEAST` characters for a column, as a list of its rows."""
+    """What rich prints as a table or, on a narrow console, as a list of its rows."""
 
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -57,7 +55,7 @@ class TableRows:
         yield from self._list() if options.max_width < needed else [self._table()]
 
     def _table(self) -> Table:
-        """Long text is wrapped and never cut; the first column is not even wrapped."""
+        # Long text is wrapped and never cut. The first column is not even wrapped.
         from rich import box
         from rich.table import Table
 
@@ -80,14 +78,14 @@ class TableRows:
 
 
 def escaped(text: object, style: str = "") -> str:
-    """Text whose square brackets rich prints as they are, in a style."""
+    # rich prints the text's square brackets as they are.
     from rich.markup import escape
 
     return f"[{style}]{escape(str(text))}[/]" if style else escape(str(text))
 
 
 def in_one_line(error: BaseException) -> str:
-    """An error's class and the first line of its message, with those that it announces by a colon at its end."""
+    # A first line that ends with a colon announces the next one, which is kept, too.
     first, *rest = (str(error).strip() or "no message").splitlines()
     while rest and first.endswith(":"):
         first = f"{first} {rest.pop(0).strip()}"
@@ -95,11 +93,6 @@ def in_one_line(error: BaseException) -> str:
 
 
 def write_file(path: Path, text: str) -> None:
-    """Write a file that an option names.
-
-    Raises:
-        click.ClickException: It cannot be written, as on a full disk. The exit code is 2.
-    """
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
@@ -108,7 +101,7 @@ def write_file(path: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def progress_of(names: Sequence[str]) -> Iterator[Callable[..., None]]:
-    """A context with ``show(name, what, ended=False)``, which shows the progress of a name; threads may call it."""
+    # Threads may call the function that this yields.
     if not sys.stderr.isatty():
         yield lambda name, what, ended=False: click.echo(f"{name}: {what}", err=True)
         return

@@ -72,11 +72,7 @@ def _show(found: dict[str, Any]) -> None:
 
 
 def _preview(model: Model, kernel: str) -> dict[str, Any]:
-    """Describe, as JSON-compatible data, what ``apply`` would replace in a model of fake tensors, and its kernels.
-
-    Raises:
-        Fa2PatchError: ``apply`` refuses the model, or the named kernel cannot compute one of its layers.
-    """
+    # The model has fake tensors. The result is JSON-compatible.
     inner = transformers_model(model)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     decoder = models(inner)[-1]
@@ -111,7 +107,7 @@ class _Nothing(Kernel):
 
 
 class _Rehearsal(Picks):
-    """Picks that record each layer's kernel on a type of device, and compute nothing."""
+    # It records the kernel of each layer on a type of device, and computes nothing.
 
     def __init__(self, name: str | Kernel, device: str) -> None:
         super().__init__(name)
@@ -125,11 +121,8 @@ class _Rehearsal(Picks):
 
 
 def _rehearsed(patch: Patch, device: str) -> tuple[_Rehearsal, str]:
-    """Run a packed batch through a patched model of fake tensors and record the kernel of each layer.
-
-    Returns the picks of the layers that the forward reached, and the error that kept it from the others (else empty).
-    Some models read tensor values, such as a mixture's routing, and fake tensors have none.
-    """
+    # The second result is the error that kept the forward from further layers. Some models read tensor values, such as
+    # a mixture's routing, and fake tensors have none.
     decoder, picks, shape = models(patch.model)[-1], _Rehearsal(patch.picks.given or patch.kernel, device), (1, 8)
     ids, problem = torch.zeros(shape, dtype=torch.int64), ""
     documents = Boundaries(torch.tensor([0, 3, 8], dtype=torch.int32), 5, 5, (3, 5))

@@ -9,12 +9,12 @@ import sys
 
 import click
 
+# Where the encoding of stdout lacks a character that commands print, this stands for it. Others become a question mark.
 PLAIN = {"…": "...", "█": "#", "•": "*", "→": "->", "µ": "u"}
-"""What stands for a character that commands print where the encoding of stdout lacks it; else a question mark."""
 
 
 def usable_streams() -> None:
-    """Make stdout and stderr take all text. A closed one is nobody's wish to read: what is written there is dropped."""
+    # Nobody wishes to read a closed stream, so what is written there is dropped.
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:  # Python found the descriptor closed
@@ -38,7 +38,7 @@ codecs.register_error("fa2patch", _in_plain_characters)
 
 
 def cannot_write(error: OSError) -> None:
-    """End the process with one line about what could not be read or written; raise errors of another kind again."""
+    # The process ends with one line about what could not be read or written.
     if error.errno is None:
         raise error
     what = os.fsdecode(error.filename) if isinstance(error.filename, (str, bytes)) else "the output"

@@ -62,7 +62,6 @@ def _bare(name: str) -> str:
 
 
 def _rows(version: str) -> Iterator[dict[str, Any]]:
-    """What the evidence has of each architecture that the installed Transformers has, in a version of it."""
     installed, minor = set(model_types()), evidence.minor_of(version)
     checked = minor in evidence.minors()
     if not checked:  # what the newest version that was checked had
@@ -98,7 +97,6 @@ def _does(name: str, seam: str) -> list[str]:
 
 
 def _here(row: dict[str, Any]) -> str:
-    """What is known of an architecture in the installed version."""
     if row["state"] == _NOT_CHECKED:
         return f"{_NOT_CHECKED} here. {row['reason']}"
     return "isolated" if row["state"] == "ok" else f"{row['state']}: {row['reason']}"

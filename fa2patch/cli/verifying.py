@@ -27,14 +27,13 @@ from .output import escaped, in_one_line, new_console, print_json, table_of
 if TYPE_CHECKING:
     from rich.console import Console
 
-Found = Union[Verification, str]
-"""A verification, or the error that kept it from being made, as text."""
+Found = Union[Verification, str]  # a verification, or the text of the error that kept it from being made
 
+# This is why a model isolates documents without a cache only, with its attention implementation.
 _WHY = (
     "Loaded as {}, this model looks for documents in position_ids only if the forward makes no cache. It makes one "
     "unless it is called with use_cache=False, because config.use_cache is True."
 )
-"""Why a model isolates documents without a cache only, with its attention implementation."""
 
 
 def _read_batch(context: click.Context, option: click.Parameter, file: Path | None) -> Call | None:
@@ -101,15 +100,13 @@ def verify_command(
 
 
 class Unpatched(NamedTuple):
-    """What an unpatched model does with a packed batch."""
-
     by_default: Found  # without use_cache in the batch, the config decides
     without_cache: Found | None  # with use_cache=False; None if that is how the batch is computed anyway
     why: str  # why the two differ; empty if they do not
 
 
 def verify_unpatched(model: Model, batch: Call, max_documents: int | None = None) -> Unpatched:
-    """Verify an unpatched model both with its default cache and without; only as the batch says if it has use_cache."""
+    # If the batch has use_cache, the model is verified only in that way.
     inner = transformers_model(model)
     by_default = verified(model, batch, max_documents)
     says_so = bool(getattr(inspecting.text_config(inner.config), "use_cache", False))
@@ -122,7 +119,6 @@ def verify_unpatched(model: Model, batch: Call, max_documents: int | None = None
 
 
 def verified(model: Model, batch: Call, max_documents: int | None = None) -> Found:
-    """The verification of a model on a batch, or the error that it raises, as text."""
     try:
         return verify(model, batch=batch, strict=False, max_documents=max_documents)
     except Exception as error:
@@ -130,7 +126,7 @@ def verified(model: Model, batch: Call, max_documents: int | None = None) -> Fou
 
 
 def _patched(model: Model, batch: Call, max_documents: int | None, unpatched: Unpatched) -> Found:
-    """The verification of a model with fa2patch, or its error as text. The model is patched then."""
+    # The model stays patched.
     try:
         apply(model)
         return verify(model, batch=batch, strict=False, max_documents=max_documents)
@@ -142,17 +138,15 @@ def _patched(model: Model, batch: Call, max_documents: int | None, unpatched: Un
 
 
 def _as_text(error: Exception) -> str:
-    """An error as text: the whole of fa2patch's own, one line of others."""
+    # fa2patch's own errors are kept whole, others as one line.
     return f"{type(error).__name__}: {error}" if isinstance(error, Fa2PatchError) else in_one_line(error)
 
 
 def is_isolated(found: Found | None) -> bool:
-    """Whether a finding is a verification that is ok."""
     return isinstance(found, Verification) and found.ok
 
 
 def _titled(unpatched: Unpatched) -> Iterator[tuple[str, Found]]:
-    """What was found of an unpatched model, each after what tells it from the other."""
     default, without = unpatched.by_default, unpatched.without_cache
     if without is None:
         yield "", default

@@ -39,8 +39,8 @@ from .columns import (
 from .loss_weights import check_columns, check_option, weighted
 from .shapes import check_rounding, require_few, require_short
 
+# TRL marks the tokens that are learned in these columns.
 TRLS_MASKS = ("completion_mask", "assistant_masks")
-"""Columns in which TRL marks the tokens that are learned."""
 
 
 @dataclass
@@ -129,7 +129,6 @@ class DataCollatorWithFlattening:
             raise CollatorError("loss_weights are of labels of tokens: leave them out with document_labels=True.")
 
     def _check_boundaries(self) -> None:
-        """Check the options of ``cu_seq_lens_*`` and ``max_length_*``."""
         check_rounding("longest_document", self.longest_document)
         require_positive("max_documents", self.max_documents)
         for name in ("max_documents", "longest_document"):
@@ -213,7 +212,7 @@ class DataCollatorWithFlattening:
         return framework
 
     def _arrays(self, features: Iterable[Mapping[str, Any]], separator: int | None) -> tuple[Columns, int]:
-        """Return everything in the batch that is a tensor, as arrays that share no memory, and the longest document."""
+        # The arrays share no memory with the examples or with each other. The second result is the longest document.
         examples = present(features)
         targets = _labels_taken_out(examples) if self.document_labels else []
         flat = read_examples(examples, self.position_ids_start)
@@ -246,7 +245,7 @@ class DataCollatorWithFlattening:
         return self._in_order(row, labels, documents), max(documents)
 
     def _say_what_is_lost(self, labels: Array, ids: Array, first: Array) -> None:
-        """Warn once if a document's first label is neither its own token, as in a causal LM, nor ignored."""
+        # In a causal LM a document's first label is its own token, or it is ignored. Any other one is worth a warning.
         lost = first[(labels[first] != ids[first]) & (labels[first] != IGNORED_LABEL)]
         if len(lost) and not self._said:
             self._said = True
@@ -259,7 +258,7 @@ class DataCollatorWithFlattening:
             )
 
     def _add_labels(self, flat: Flat) -> None:
-        """Add the ``labels``, unless they are of documents, and apply the loss masks."""
+        # Labels of documents were taken out of the examples before.
         columns = flat.columns
         if not self.document_labels and "labels" not in columns:
             unread = [name for name in TRLS_MASKS if name in columns and name not in self.loss_masks]
@@ -276,7 +275,7 @@ class DataCollatorWithFlattening:
             columns["labels"] = np.where(np.all(selected, axis=0), columns["labels"], IGNORED_LABEL)
 
     def _padded(self, flat: Flat) -> tuple[Columns, list[int]]:
-        """Return the columns with the padding, and the tokens of each example and of the padding, if there is any."""
+        # The lengths are those of the examples, and last that of the padding, if there is any.
         tokens = sum(flat.lengths)
         length = rounded_up(tokens, self.pad_to_multiple_of) - tokens
         if not length:
@@ -288,7 +287,7 @@ class DataCollatorWithFlattening:
         return row, [*flat.lengths, length]
 
     def _in_order(self, row: Columns, labels: Array | None, documents: list[int]) -> Columns:
-        """Return the arrays of the batch in upstream's order, from columns ``[T]`` and the documents' lengths."""
+        # The keys come in the order of Transformers' collator.
         arrays = {"input_ids": row["input_ids"][None]}
         if labels is not None:
             arrays["labels"] = labels
@@ -309,16 +308,12 @@ class DataCollatorWithFlattening:
 
 
 def of_framework(framework: str, arrays: Columns) -> dict[str, Any]:
-    """Return the arrays of a batch as they are, for ``"np"``, or as tensors, for ``"pt"``."""
     # asarray copies nothing, and respects torch.set_default_device, as from_numpy does not
     return {key: torch.asarray(values) if framework == "pt" else values for key, values in arrays.items()}
 
 
 def _require_visible_starts(position_ids: Array, lengths: Sequence[int], kept: Sequence[int]) -> None:
-    """Raise :class:`CollatorError` if the position ids of an example continue those of the example before it.
-
-    ``kept`` are the numbers of the examples in the batch. The padding has none, and comes last.
-    """
+    # `kept` are the numbers of the examples in the batch. The padding comes last and has none.
     first = ends(lengths)[:-1]
     left, right = position_ids[first - 1], position_ids[first]
     hidden = np.flatnonzero(right == left + 1)
@@ -332,7 +327,7 @@ def _require_visible_starts(position_ids: Array, lengths: Sequence[int], kept: S
 
 
 def _selected(name: str, values: Array, flat: Flat) -> Array:
-    """Return which tokens a loss mask selects. A fraction would give its token the whole weight."""
+    # A fraction would give its token the whole weight.
     selected: Array = values == 1
     (wrong,) = np.nonzero(~selected & (values != 0))
     if len(wrong):
@@ -346,7 +341,6 @@ def _selected(name: str, values: Array, flat: Flat) -> Array:
 
 
 def _labels_taken_out(examples: Sequence[dict[str, Any]]) -> list[Columns]:
-    """Take the document labels out of the examples, and return ``{"labels": ...}`` or ``{}`` for each."""
     targets: list[Columns] = [{} for _ in examples]
     for index, example in enumerate(examples):
         names = [name for name in LABELS if name in example]
@@ -360,14 +354,8 @@ def _labels_taken_out(examples: Sequence[dict[str, Any]]) -> list[Columns]:
 def _labels_of_documents(
     targets: Sequence[Columns], documents: Sequence[int], lengths: Sequence[int], kept: Sequence[int]
 ) -> Array | None:
-    """Return labels ``[documents]`` or ``[documents, numbers]``, or None if no example has any.
-
-    Args:
-        targets: The labels of each example, as :func:`_labels_taken_out` returns them.
-        documents: The tokens of each document.
-        lengths: The tokens of each example, and of the padding, if there is any. It has no labels.
-        kept: The number of each example in the batch, for errors.
-    """
+    # Labels are [documents] or [documents, numbers], or None if no example has any. `lengths` may end with that of the
+    # padding, which has no labels.
     if not any(targets):
         return None
     require_same_keys(targets)

@@ -22,55 +22,43 @@ Columns = dict[str, Array]
 
 IDS = ("input_ids", "labels", "position_ids")
 
+# Transformers' collators take an example's label under each of these names.
 LABELS = ("labels", "label", "label_ids")
-"""The names that Transformers' collators take for an example's label."""
 
 _ONE_BY_ONE = "Tokenize each text by itself, without return_tensors: [tokenizer(text) for text in texts]."
 
 
 @dataclass
 class Flat:
-    """The columns of examples end to end, without masked tokens.
+    """The columns of examples end to end, without masked tokens."""
 
-    Attributes:
-        columns: int64 or float32 arrays ``[tokens]`` of all examples.
-        lengths: The tokens of each example.
-        kept: The number of each example in the batch, which errors name. Examples without tokens are left out.
-    """
-
-    columns: Columns
-    lengths: list[int]
+    columns: Columns  # int64 or float32 [tokens]
+    lengths: list[int]  # the tokens of each example
+    # the numbers in the batch of the examples that have tokens, which errors name
     kept: list[int] = field(default_factory=list)
 
     def examples(self) -> list[Columns]:
-        """Return the columns of each example, as views."""
         parts = [slice(end - length, end) for length, end in zip(self.lengths, accumulate(self.lengths))]
         return [{key: values[part] for key, values in self.columns.items()} for part in parts]
 
 
 def integer(name: str, value: Any) -> int:
-    """Return an option as an int.
-
-    Raises:
-        CollatorError: It is not an integer, or not below 2**62 in size: positions counted up from it must fit int64.
-    """
     try:
         number = operator.index(value)
     except TypeError:
         raise CollatorError(f"{name}: expected an integer, found {shown(value)}.") from None
-    if abs(number) >= 2**62:
+    if abs(number) >= 2**62:  # positions that count up from it must fit int64
         raise CollatorError(f"{name}: expected an integer of at most 62 bits, found {number}.")
     return number
 
 
 def shown(value: object) -> str:
-    """Return an option's value for an error: what a short one is, and of which class a long one is, as a tokenizer."""
+    # The repr of a long object, such as a tokenizer, would make an error unreadable.
     text = repr(value)
     return text if len(text) <= 80 else f"an object of class {type(value).__name__}"
 
 
 def require_positive(name: str, value: Any) -> None:
-    """Raise :class:`CollatorError` if an option is neither None nor a positive integer."""
     if value is not None and integer(name, value) < 1:
         raise CollatorError(f"{name}: expected a positive number or None, found {value}.")
 
@@ -79,11 +67,7 @@ def require_positive(name: str, value: Any) -> None:
 
 
 def present(features: Iterable[Any], bare_ids: bool = False) -> list[dict[str, Any]]:
-    """Return the items of each example whose value is not None; with ``bare_ids``, an example may be its token ids.
-
-    Raises:
-        CollatorError: It is no list of examples.
-    """
+    # With `bare_ids`, an example may be its token ids alone.
     if isinstance(features, Mapping):
         raise CollatorError(
             f"expected a list of examples, found a {type(features).__name__} of {', '.join(map(str, features))}. Give "
@@ -106,7 +90,6 @@ def present(features: Iterable[Any], bare_ids: bool = False) -> list[dict[str, A
 
 
 def _bare(index: int, feature: object, bare_ids: bool) -> object:
-    """Return an example that is no mapping, if it may be token ids; else raise :class:`CollatorError`."""
     rows = isinstance(feature, list) and bool(feature) and isinstance(feature[0], (dict, Mapping))
     if bare_ids and not rows and feature is not None and not isinstance(feature, (str, bytes)):
         return feature
@@ -124,13 +107,7 @@ def _bare(index: int, feature: object, bare_ids: bool) -> object:
 
 
 def read_examples(examples: Sequence[Mapping[str, Any]], position_ids_start: int) -> Flat:
-    """Return the columns of all examples end to end, in new arrays. Each is read as :func:`read_example` says.
-
-    Examples without tokens are left out, as Transformers' DataCollatorWithFlattening does from 5.24 on.
-
-    Raises:
-        CollatorError: There are no examples, none has tokens, one cannot be read, or a key is in only some of them.
-    """
+    # Examples without tokens are left out, as Transformers' DataCollatorWithFlattening does from 5.24 on.
     if not examples:
         raise CollatorError("expected at least one example, found an empty batch.")
     found = _end_to_end(examples)
@@ -149,11 +126,6 @@ def read_examples(examples: Sequence[Mapping[str, Any]], position_ids_start: int
 
 
 def with_tokens(lengths: Sequence[int]) -> list[int]:
-    """Return the numbers of the examples that have tokens.
-
-    Raises:
-        CollatorError: None has any.
-    """
     kept = [index for index, length in enumerate(lengths) if length]
     if not kept:
         who = f"all {len(lengths)} examples" if len(lengths) > 1 else "the only example"
@@ -166,29 +138,15 @@ def with_tokens(lengths: Sequence[int]) -> list[int]:
 
 
 def read_example(index: int, example: Mapping[str, Any], position_ids_start: int = 0) -> Columns:
-    """Return an example's columns without masked tokens, each int64 or float32 ``[tokens]``.
-
-    ``seq_lengths`` is replaced by ``position_ids`` that restart at ``position_ids_start`` in each document. An example
-    may have no tokens; ``seq_lengths`` is then left out.
-
-    Raises:
-        CollatorError: ``input_ids`` are missing, a column is not one number per token or does not fit float32, a
-            column is made by the collator, ``seq_lengths`` are wrong, or ``position_ids`` do not say what documents are
-            without the tokens that the ``attention_mask`` hides.
-    """
+    # `seq_lengths` becomes position_ids that restart at `position_ids_start` in each document. An example may have no
+    # tokens, and `seq_lengths` is then left out.
     return _checked(index, example, None, position_ids_start).columns
 
 
 def _end_to_end(examples: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], dict[str, list[int]]] | None:
-    """Join the values of each key, so that one look at a batch is enough.
-
-    A call of NumPy costs about as much for a batch as for an example, so a batch whose examples are alike is converted
-    and checked as if it were one long example.
-
-    Returns:
-        For each key a new array or tensor of all values, and the number of values of each example. None if the numbers
-        might not become what they become example by example: the keys, containers or dtypes differ.
-    """
+    # A call of NumPy costs about as much for a batch as for an example, so a batch whose examples are alike is
+    # converted and checked as if it were one long example. The result is None if numbers might not become what they
+    # become example by example: keys, containers or dtypes differ.
     values: dict[str, Any] = {}
     lengths = {}
     try:
@@ -209,18 +167,8 @@ def _end_to_end(examples: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], 
 
 
 def _checked(index: int, found: Mapping[str, Any], lengths: Mapping[str, list[int]] | None, start: int) -> Flat:
-    """Check and convert an example, or all examples end to end.
-
-    Args:
-        index: The index of the example, for errors.
-        found: The values of each key.
-        lengths: The number of values of each key in each example, as :func:`_end_to_end` returns them; None for an
-            example as it is. An error then names a wrong example.
-        start: The first position id of each document of ``seq_lengths``.
-
-    Returns:
-        The columns. If an example has no token, they are not examined further.
-    """
+    # `found` holds one example or all examples end to end, with the number of values of each example in `lengths`. If
+    # an example has no token, the columns are not examined further.
     if "input_ids" not in found:
         raise CollatorError(f"example {index}: input_ids missing, found {', '.join(map(str, found)) or 'no keys'}.")
     refuse_keys(index, found, (*LENGTHS, REAL))
@@ -259,8 +207,7 @@ def _checked(index: int, found: Mapping[str, Any], lengths: Mapping[str, list[in
 
 
 def _seq_lengths(index: int, flat: Flat, value: Any, parts: Mapping[str, list[int]]) -> list[int]:
-    """Return ``seq_lengths``: the lengths of the documents of all examples, with masked tokens."""
-    documents = as_array(index, "seq_lengths", value)
+    documents = as_array(index, "seq_lengths", value)  # masked tokens count
     counts = parts.get("seq_lengths", [len(documents)])
     positive = documents.dtype == np.int64 and all(counts) and documents.min() >= 1
     if not positive or not np.array_equal(np.add.reduceat(documents, starts(counts)), flat.lengths):
@@ -273,7 +220,6 @@ def _seq_lengths(index: int, flat: Flat, value: Any, parts: Mapping[str, list[in
 
 
 def _set_positions(index: int, flat: Flat, documents: list[int], start: int) -> None:
-    """Set the ``position_ids`` of documents with these lengths, or compare them with those that are there."""
     if "position_ids" not in flat.columns:
         flat.columns["position_ids"] = restarting(documents, start)
         return
@@ -286,7 +232,6 @@ def _set_positions(index: int, flat: Flat, documents: list[int], start: int) -> 
 
 
 def _visible_tokens(index: int, flat: Flat) -> Array | None:
-    """Take the ``attention_mask`` out of the columns and return which tokens it shows; None if it shows all of them."""
     mask = flat.columns.pop("attention_mask", None)
     visible = None if mask is None else mask == 1
     if mask is not None and ((mask != 0) & (mask != 1)).any():
@@ -298,17 +243,13 @@ def _visible_tokens(index: int, flat: Flat) -> Array | None:
 
 
 def _visible_lengths(visible: Array, lengths: Sequence[int]) -> list[int]:
-    """Return how many tokens are visible of each of the parts that have these lengths."""
     found: list[int] = np.add.reduceat(visible, starts(lengths), dtype=np.int64).tolist()
     return found
 
 
 def _require_documents(index: int, flat: Flat, visible: Array, start: int) -> None:
-    """Require that position ids say the same documents without the tokens that the mask hides.
-
-    Behind hidden tokens, a document goes on from the last visible one, or another one starts. If ids have counted
-    hidden tokens too, they jump there. If the hidden tokens are another document's first ones, ids may seem to go on.
-    """
+    # Behind hidden tokens, a document goes on from the last visible one, or another one starts. If ids have counted
+    # hidden tokens too, they jump there. If the hidden tokens are another document's first ones, ids may seem to go on.
     ids, token = flat.columns["position_ids"], np.arange(len(visible))
     (at,) = np.nonzero(visible)
     example = np.searchsorted(ends(flat.lengths), at, side="right")
@@ -328,14 +269,12 @@ def _require_documents(index: int, flat: Flat, visible: Array, start: int) -> No
 
 
 def refuse_keys(index: int, example: Mapping[str, Any], keys: Sequence[str]) -> None:
-    """Raise :class:`CollatorError` if an example has one of the keys, which the collator makes."""
     for key in keys:
         if key in example:
             raise CollatorError(f"example {index}: {key} is made by the collator. Remove it from the examples.")
 
 
 def _refuse_media(index: int, example: Mapping[str, Any]) -> None:
-    """Raise :class:`CollatorError` for pictures or sound that are not one number per token."""
     for key in (key for key in example if key in MEDIA):
         value = example[key]
         numbers = isinstance(value, (list, tuple)) and all(isinstance(each, (int, float)) for each in value)
@@ -351,11 +290,7 @@ def _refuse_media(index: int, example: Mapping[str, Any]) -> None:
 
 
 def as_array(index: int, key: str, value: Any, integers: bool = False, copy: bool = True) -> Array:
-    """Return an int64 or float32 array ``[length]``, a new one unless ``copy`` is False.
-
-    Raises:
-        CollatorError: The value is not one number per token, or is to hold ``integers`` and does not.
-    """
+    # The array is int64 or float32 [length].
     array = as_numbers(index, key, value)
     if array.ndim == 0 and key in LABELS:
         raise CollatorError(
@@ -373,11 +308,6 @@ def as_array(index: int, key: str, value: Any, integers: bool = False, copy: boo
 
 
 def as_numbers(index: int, key: str, value: Any, what: str = "one number per token") -> Array:
-    """Return booleans, integers or floats of any shape as an array. Floats are returned as float32.
-
-    Raises:
-        CollatorError: The value holds anything else, or a number does not fit into int64 or float32.
-    """
     if isinstance(value, torch.Tensor):
         if value.device.type == "meta" or value.layout != torch.strided or value.is_nested:
             kind = "on the meta device" if value.device.type == "meta" else f"of layout {value.layout}"
@@ -407,11 +337,7 @@ def as_numbers(index: int, key: str, value: Any, what: str = "one number per tok
 
 
 def concatenate(key: str, arrays: Sequence[Array]) -> Array:
-    """Concatenate int64 and float32 columns; the result is float32 if any of them is.
-
-    Raises:
-        CollatorError: An integer would be rounded, because other examples hold floats.
-    """
+    # The result is float32 if any column is. An integer that float32 would round is an error.
     whole = np.concatenate(arrays)
     if whole.dtype.kind != "f":
         return whole
@@ -426,7 +352,6 @@ def concatenate(key: str, arrays: Sequence[Array]) -> Array:
 
 
 def require_same_keys(examples: Sequence[Mapping[str, Any]]) -> None:
-    """Raise :class:`CollatorError` if a key is in only some of the examples."""
     for key in sorted(set().union(*examples), key=str):
         without = [index for index, example in enumerate(examples) if key not in example]
         if without:
@@ -440,23 +365,20 @@ def require_same_keys(examples: Sequence[Mapping[str, Any]]) -> None:
 
 
 def document_lengths(position_ids: Array, lengths: Sequence[int]) -> list[int]:
-    """Return the tokens of each document in int64 ``position_ids`` ``[tokens]``; a document ends with its example."""
+    # A document ends with its example.
     found = boundaries(torch.from_numpy(position_ids)).lengths
     lengths_found: list[int] = np.diff(np.union1d(ends(found), ends(lengths)), prepend=0).tolist()
     return lengths_found
 
 
 def ends(lengths: Sequence[int]) -> Array:
-    """Return the end of each of the parts that have these lengths, int64 ``[parts]``."""
     return np.array([*accumulate(lengths)], dtype=np.int64)
 
 
 def starts(lengths: Sequence[int]) -> Array:
-    """Return the start of each of the parts that have these lengths, int64 ``[parts]``."""
     return np.array([0, *accumulate(lengths[:-1])], dtype=np.int64)
 
 
 def restarting(lengths: Sequence[int], start: int) -> Array:
-    """Return position ids int64 ``[tokens]`` that count up from ``start`` in each document."""
     longest = np.arange(start, start + max(lengths), dtype=np.int64)
     return np.concatenate([longest[:length] for length in lengths])

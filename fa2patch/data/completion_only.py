@@ -20,8 +20,7 @@ from .loss_weights import check_columns, weighted
 
 Template = Union[str, Sequence[int]]
 Example = Union[Mapping[str, Any], Sequence[int]]
-Span = tuple[int, int]
-"""The first token of a template, and the token behind its last one."""
+Span = tuple[int, int]  # the first token of a template, and the token behind its last one
 
 
 class DataCollatorForCompletionOnlyLM:
@@ -223,11 +222,8 @@ class DataCollatorForCompletionOnlyLM:
         return np.where(learned, given, self._ignored)
 
     def _spans(self, ids: Array, template: Template, token_ids: Sequence[int], text: str) -> list[Span]:
-        """Return the spans of a template in ``ids``, int64 ``[tokens]``, whose decoded text is ``text``, in order.
-
-        A tokenizer may split a template into different tokens in another context. If the text holds the template more
-        often than the ids hold ``token_ids``, it is searched for in the text. A token that overlaps it belongs to it.
-        """
+        # A tokenizer may split a template into different tokens in another context. If the text holds the template more
+        # often than the ids do, it is searched for in the text. A token that overlaps it belongs to it.
         length = len(token_ids)
         windows = np.lib.stride_tricks.sliding_window_view(ids, length) if len(ids) >= length else ids[:0, None]
         spans = [(int(at), int(at) + length) for at in np.flatnonzero((windows == token_ids).all(axis=1))]
@@ -241,7 +237,7 @@ class DataCollatorForCompletionOnlyLM:
         return spans
 
     def _up_to(self, ids: Array, characters: int, inside: bool) -> int:
-        """Count the tokens of the first ``characters``; ``inside`` counts a token that crosses the end of them too."""
+        # This counts the tokens of the first `characters`. With `inside`, a token that crosses their end counts, too.
         low, high = 0, len(ids)
         while low < high:
             middle = (low + high + (not inside)) // 2
@@ -289,12 +285,12 @@ class DataCollatorForCompletionOnlyLM:
 
 
 def _is_tokenizer(given: object) -> bool:
-    """Whether an argument is a tokenizer. Text has ``encode`` too, and bytes have ``decode``."""
+    # Text has `encode` too, and bytes have `decode`.
     return all(callable(getattr(given, name, None)) for name in ("encode", "decode"))
 
 
 def _refuse_tokenizers(**templates: object) -> None:
-    """Raise :class:`CollatorError` if a template is a tokenizer, as where the arguments are the other way round."""
+    # A template is a tokenizer where the arguments are the other way round.
     for name, given in templates.items():
         if _is_tokenizer(given):
             raise CollatorError(
@@ -305,10 +301,8 @@ def _refuse_tokenizers(**templates: object) -> None:
 
 
 def _as_encoding(batch: dict[str, Any]) -> MutableMapping[str, Any]:
-    """Return the batch as a ``BatchEncoding``, which has ``to(device)``; as it is if there is no Transformers.
-
-    A batch with lengths holds integers, which ``to`` rejects up to Transformers 4.42. It stays a dict.
-    """
+    # A BatchEncoding has to(device). A batch with lengths holds integers, which `to` rejects up to Transformers 4.42,
+    # so it stays a dict.
     if any(isinstance(value, int) for value in batch.values()):
         return batch
     try:

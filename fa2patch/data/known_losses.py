@@ -1,10 +1,8 @@
-"""Losses whose passes add up to the loss of the batch: those of Transformers' own code that are sums over tokens.
+"""Losses whose passes add up to the loss of the batch, so that each pass is computed once, with its own backward.
 
-Such a loss may be computed pass by pass, without a second forward. What a user's code computes is not known. So it is
-only ``Trainer.compute_loss`` as Transformers wrote it, around a model of known code, if torch's graph of what it
-returns is a factor times a sum of ``nll_loss``, with one factor in all passes. The factor is 1 /
-``num_items_in_batch``, a number of the whole step. Each label belongs to a token of one pass, so the sum over the batch
-is the sum over its passes, and so are the gradients.
+They are those of ``Trainer.compute_loss`` as Transformers wrote it, around a model of known code, if torch's graph is
+one factor (1 / ``num_items_in_batch``) times a sum of ``nll_loss``. Each label belongs to a token of one pass, so the
+passes' sums, and their gradients, add up to those of the batch.
 """
 
 from __future__ import annotations
@@ -18,6 +16,8 @@ from typing import Any
 
 import torch
 
+# Digests of the source of Trainer.compute_loss, each with the first release of Transformers that has it. Before 4.46, a
+# loss is divided by a number of the batch.
 COMPUTE_LOSS = {
     "11c60f2eae90442f": "4.46",
     "f2417bd908cdc6d9": "4.49",
@@ -32,20 +32,15 @@ COMPUTE_LOSS = {
     "784a390428b9dabb": "5.15",
     "160dea726d2f28bd": "5.17",
 }
-"""Digests of the source of ``Trainer.compute_loss``, each with the first release of Transformers that has it.
 
-Before 4.46, a loss is divided by a number of the batch.
-"""
+_SUM = 2  # reduction="sum" in torch's graphs (at::Reduction)
 
-_SUM = 2
-"""The number of ``reduction="sum"`` in torch's graphs (``at::Reduction``)."""
-
+# Behind these nodes of a graph stands the same number. DDP's node has all outputs of a model, in their order.
 _SAME_VALUE = ("ToCopyBackward0", "ViewBackward0", "AliasBackward0", "_DDPSinkBackward")
-"""Nodes of a graph behind which stands the same number. DDP's has all outputs of a model, in their order."""
 
 
 def digest(function: Any) -> str:
-    """Return the digest of a function's source; a changed line, or a changed comment, makes another one."""
+    # A changed comment makes another digest, too.
     return _digest_of(getattr(inspect.unwrap(function), "__code__", None))
 
 
@@ -59,14 +54,8 @@ def _digest_of(code: CodeType | None) -> str:
 
 
 def why_unknown(trainer: Any, compute: Any, held: str, given: dict[str, Any]) -> str:
-    """Return why a trainer's loss is not known to be a sum over tokens; empty if its graph may show that it is.
-
-    Args:
-        trainer: The trainer.
-        compute: Its ``compute_loss``.
-        held: What its model holds that fa2patch does not know; empty for nothing.
-        given: The arguments of the call by keyword.
-    """
+    # The result is empty if the graph of the loss may show that it is a sum over tokens. `held` is what the model holds
+    # that fa2patch does not know.
     name = type(trainer).__name__
     if digest(compute) not in COMPUTE_LOSS:
         return f"{name}.compute_loss is none that is known"
@@ -87,7 +76,7 @@ def _file(function: Any) -> str:
 
 
 def factor_of_sum(loss: torch.Tensor) -> float | None:
-    """Return f for a loss that is f times a sum of ``nll_loss``, as torch's graph says; None for any other one."""
+    # This is f for a loss that is f times a sum of nll_loss, as torch's graph says.
     factor = 1.0
     for node in _chain(loss):
         name = node.name()
@@ -104,12 +93,12 @@ def factor_of_sum(loss: torch.Tensor) -> float | None:
 
 
 def is_compiled(loss: torch.Tensor) -> bool:
-    """Whether a loss comes out of a compiled graph, which says nothing of what is in it."""
+    # A compiled graph says nothing of what is in it.
     return any(node.name().startswith("CompiledFunction") for node in _chain(loss))
 
 
 def _chain(loss: torch.Tensor) -> Iterator[Any]:
-    """The nodes of a loss's graph from its end, as long as each depends on one other node, or hands several on."""
+    # The nodes come from the end of the loss's graph, as long as each depends on one other node, or hands several on.
     node: Any = loss.grad_fn
     number = loss.output_nr
     while node is not None:

@@ -1,8 +1,7 @@
 """Weights in the loss of a batch: of documents, which weigh the same, or of tokens, which a column says.
 
-A trainer knows only ``labels``, and divides the loss of a step by how many of them there are. So they become a count of
-what the loss is divided by, and the tokens to predict and their weights are columns of their own. A patched model
-computes the loss from these (:mod:`fa2patch.upstream.labels`).
+A trainer divides the loss of a step by the number of ``labels``. So they become a count of what the loss is divided by,
+and the tokens to predict and their weights are columns of their own, from which a patched model computes the loss.
 """
 
 from __future__ import annotations
@@ -19,16 +18,12 @@ DOCUMENT, TOKEN = "document", "token"
 
 
 def check_option(loss_weights: object) -> None:
-    """Raise :class:`CollatorError` unless the option ``loss_weights`` of a collator is known."""
     if loss_weights not in (None, DOCUMENT, TOKEN):
         raise CollatorError(f"loss_weights: expected 'document', 'token' or None, found {loss_weights!r}.")
 
 
 def check_columns(flat: Flat, loss_weights: str | None) -> None:
-    """Raise :class:`CollatorError` for columns that the collator makes, and for weights that are missing or no numbers.
-
-    A column ``loss_weights`` of a batch without weighted loss is a column like any other one.
-    """
+    # A column `loss_weights` of a batch without weighted loss is a column like any other one.
     if loss_weights is None:
         return
     for key in (LOSS_LABELS, LOSS_WEIGHTS):
@@ -50,16 +45,8 @@ def check_columns(flat: Flat, loss_weights: str | None) -> None:
 
 
 def weighted(columns: Columns, lengths: Sequence[int], loss_weights: str) -> Columns:
-    """Return ``labels`` that count, ``loss_labels`` and ``loss_weights``, each ``[tokens]``.
-
-    By document, there is one of ``labels`` for each document that has any label, at its first token in the loss. By
-    token, there is one for each token in the loss, as ms-swift counts them: a token of weight 0 is not in the loss.
-
-    Args:
-        columns: The tokens' columns. ``labels`` are -100 outside the loss, and the first of a document does not count.
-        lengths: The lengths of the documents, in tokens.
-        loss_weights: The collator's option, ``"document"`` or ``"token"``.
-    """
+    # By document, there is one of `labels` for each document that has any label, at its first token in the loss. By
+    # token, there is one for each token in the loss, as ms-swift counts them: a token of weight 0 is not in the loss.
     labels, first = columns["labels"], starts(lengths)
     learned = labels != IGNORED_LABEL
     learned[first] = False
@@ -77,7 +64,7 @@ def weighted(columns: Columns, lengths: Sequence[int], loss_weights: str) -> Col
 
 
 def _of_documents(learned: Array, first: Array) -> tuple[Array, Array]:
-    """Return weights that add up to 1 in each document, float32 ``[tokens]``, and the first learned token of each."""
+    # The weights add up to 1 in each document. The second result marks the first learned token of each.
     counts = np.add.reduceat(learned, first, dtype=np.int64)
     (at,) = np.nonzero(learned)
     counted = np.zeros(len(learned), dtype=bool)

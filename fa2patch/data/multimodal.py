@@ -112,13 +112,13 @@ class DataCollatorForMultimodalFlattening:
         return MediaRow({**batch, **media}, parts)
 
     def _on_axes(self, text: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
-        """Position ids ``[4 or 3, 1, T]`` from those of text ``[1, 1, T]`` and of time, height and width."""
+        # Position ids [4 or 3, 1, T] are made of those of text [1, 1, T] and of time, height and width [3, 1, T].
         padding = text[..., found.shape[-1] :].expand(3, -1, -1)
         three = torch.cat([found, padding], dim=-1)
         return torch.cat([text, three]) if self._rope.text_axis else three
 
     def _complete(self, examples: Sequence[Columns]) -> None:
-        """Add labels, and token types where only some examples have them; remove types that no forward takes."""
+        # Token types may be in some examples only, and some forwards take none.
         if not self._rope.takes_types:
             for columns in examples:
                 columns.pop(TYPES, None)

@@ -16,16 +16,15 @@ from ..upstream.find_models import models, outermost_models
 from .columns import Array
 from .processor_outputs import Example, Media, entries
 
-TYPES = "mm_token_type_ids"
-"""The kind of every token: text, picture or film."""
+TYPES = "mm_token_type_ids"  # the kind of every token: text, picture or film
 
 _PLACES = "image_position_ids"
 
+# With these keys, pictures of examples may have different numbers of placeholders.
 _SIZES = (_PLACES, "image_sizes", "spatial_shapes", "image_grid_thw", "video_grid_thw", "image_attention_mask")
-"""Keys of examples whose pictures may have different numbers of placeholders."""
 
+# Pictures and films are counted together, because some processors write a film's frames as pictures.
 _KINDS = {"pictures": (PICTURE, FILM), "sound": (SOUND,)}
-"""Pictures and films are counted together, because some processors write a film's frames as pictures."""
 
 _MAPPINGS = (
     "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING",
@@ -38,14 +37,7 @@ _MAPPINGS = (
 
 
 def path_of(model: Any) -> list[Any]:
-    """The models that a call of a model goes through, the outermost first.
-
-    Args:
-        model: A model, wrapped or not, or its config, from which a model without weights is built.
-
-    Raises:
-        CollatorError: It is neither, or holds several models.
-    """
+    # `model` may also be a config, from which a model without weights is built.
     if not isinstance(model, torch.nn.Module):
         return models(_built(model))
     found = outermost_models(model)
@@ -59,7 +51,6 @@ def path_of(model: Any) -> list[Any]:
 
 
 def _built(config: object) -> Any:
-    """Build a model of this config on the meta device."""
     from transformers.models.auto import modeling_auto
 
     for name in _MAPPINGS:
@@ -74,10 +65,7 @@ def _built(config: object) -> Any:
 
 
 def _without_weights(module: Any) -> Any:
-    """An object of a module's class with its config and plain attributes. Methods that read no weights can be called.
-
-    It is small when pickled.
-    """
+    # Methods of the module that read no weights can be called on this object, which is small when pickled.
     plain = {name: value for name, value in vars(module).items() if isinstance(value, (int, float, str))}
     made: Any = object.__new__(type(module))
     torch.nn.Module.__init__(made)
@@ -86,15 +74,7 @@ def _without_weights(module: Any) -> Any:
 
 
 class Placeholders:
-    """The placeholders of a model. It keeps the model's config and classes, and no weights.
-
-    Args:
-        path: The models that a call goes through, the outermost first.
-
-    Raises:
-        CollatorError: The model takes neither pictures nor sound, or a forward merges them by masks and positions of
-            its own.
-    """
+    """The placeholders of a model. It keeps the model's config and classes, and no weights."""
 
     def __init__(self, path: Sequence[Any]) -> None:
         self._config = path[0].config
@@ -115,17 +95,13 @@ class Placeholders:
         towers = {type(module) for module in path[0].modules() if not any(module is model for model in path)}
         self._any_size = any(inspecting.takes(cls.forward, "image_sizes") for cls in towers)  # Pixtral's tower
 
-    def at(self, ids: Array, what: str = "") -> Array:
-        """Return a bool for each token id: whether it is a placeholder, of ``"pictures"`` or ``"sound"`` if given."""
+    def at(self, ids: Array, what: str = "") -> Array:  # what: "pictures" or "sound"; else both
         tokens = self._ids[what] if what else [token for tokens in self._ids.values() for token in tokens]
         return np.isin(ids, tokens)
 
     def check(self, examples: Sequence[Example]) -> None:
-        """Raise :class:`CollatorError` if an example does not have the placeholders that its pictures and sound need.
-
-        The number is known from grids and sizes. Without them every picture must have as many as those of the other
-        examples.
-        """
+        # The number is known from grids and sizes. Without them, every picture must have as many as those of the other
+        # examples.
         for what, kinds in _KINDS.items():
             each: dict[int, tuple[int, int]] = {}
             for index, (columns, media, keys) in enumerate(examples):
@@ -144,7 +120,6 @@ class Placeholders:
                 _require_one_number(what, each)
 
     def _expected(self, index: int, what: str, own: Media) -> int | None:
-        """The number of placeholders that an example needs; None if nothing in it says so."""
         if what == "sound":
             return self._of_sound(own)
         if any(grid in own for grid in GRIDS):
@@ -170,7 +145,7 @@ class Placeholders:
         return None
 
     def _of_crops(self, index: int, sizes: torch.Tensor, together: torch.Tensor | None) -> int | None:
-        """The number that the model's own ``pack_image_features`` gives for pictures that are cut into crops."""
+        # For pictures that are cut into crops, the model's own pack_image_features gives the number.
         if self._packs is None:
             return None
         cropped = sys.modules[type(self._packs).__module__].__dict__.get("image_size_to_num_patches")
@@ -199,12 +174,8 @@ class Placeholders:
 
 
 def _require_one_number(what: str, found: Mapping[int, tuple[int, int]]) -> None:
-    """Raise :class:`CollatorError` if a picture of one example has fewer placeholders than one of another.
-
-    Args:
-        what: the kind.
-        found: by example, the number of its placeholders and of its pictures.
-    """
+    # `found` has, by example, the number of its placeholders and of its pictures. A picture with fewer placeholders
+    # than one of another example was cut off.
     if not found:
         return
     most = max(found, key=lambda index: found[index][0] / found[index][1])
@@ -218,17 +189,15 @@ def _require_one_number(what: str, found: Mapping[int, tuple[int, int]]) -> None
 
 
 def _innermost_with(path: Sequence[Any], method: str) -> Any:
-    """The innermost module that has a method, without weights, or None; those around it call that one."""
+    # Modules around the innermost one call its method.
     found = [module for module in path[0].modules() if hasattr(type(module), method)]
     return _without_weights(found[-1]) if found else None
 
 
 def _refuse_new_rows(cls: type[Any]) -> None:
-    """Raise :class:`CollatorError` if a forward merges pictures or sound by masks and positions of its own.
-
-    Llava and PaliGemma up to 4.44 and Qwen2-Audio up to 4.47 do so. Later versions also do it, for examples whose
-    placeholders were not written by the processor; the forward of a patched model finds that out.
-    """
+    # Llava and PaliGemma up to 4.44 and Qwen2-Audio up to 4.47 merge pictures or sound by masks and positions of their
+    # own. Later versions also do it, for examples whose placeholders were not written by the processor; the forward of
+    # a patched model finds that out.
     forward = inspecting.forward_of(cls)
     merging = next((name for name in inspecting.names_read(forward) if name.startswith("_merge_input_ids_with_")), None)
     # a forward with this variable asks whether the processor has written the placeholders, and merges if it has not
@@ -241,30 +210,17 @@ def _refuse_new_rows(cls: type[Any]) -> None:
 
 
 class RopeIndex:
-    """The ``get_rope_index`` of a model's class, if it has one. It keeps the model's config and no weights.
-
-    Args:
-        path: The models that a call goes through, the outermost first.
-
-    Attributes:
-        several_axes: Whether the model has a ``get_rope_index``.
-        text_axis: Whether the model takes a fourth axis of position ids, for text.
-        takes_types: Whether the model takes :data:`TYPES`.
-    """
+    """The ``get_rope_index`` of a model's class, if it has one. It keeps the model's config and no weights."""
 
     def __init__(self, path: Sequence[Any]) -> None:
         counting = next((inner for inner in path if hasattr(inner, "get_rope_index")), None)
         self.several_axes = counting is not None
         self._counting = _without_weights(path[0] if counting is None else counting)
-        self.text_axis = axes.takes_text_axis(path[-1])
+        self.text_axis = axes.takes_text_axis(path[-1])  # a fourth axis of position ids
         self.takes_types = any(inspecting.takes(inner.forward, TYPES) for inner in path)
 
     def positions(self, index: int, example: Example) -> torch.Tensor:
-        """Return the time, height and width ids of one document, int64 ``[3, 1, n]``.
-
-        Raises:
-            CollatorError: ``get_rope_index`` fails, or takes token types that are missing.
-        """
+        # The ids of one document are int64 [3, 1, n]: time, height and width.
         columns, media, _ = example
         ids = torch.from_numpy(columns["input_ids"])[None]
         if not any(name in media for name in (*GRIDS, axes.HEARD)):

@@ -19,32 +19,22 @@ from ..patch.padding import pack_padded_batches
 from ..upstream.find_models import outermost_models
 from .token_budget import TokenBudget
 
+# `fa2patch run` leaves trainers with this class attribute alone.
 PACKS = "_fa2patch_packs"
-"""The class attribute of what :func:`packed_trainer` returns. ``fa2patch run`` leaves such trainers alone."""
 
 
 class PackedModels(NamedTuple):
-    """The models of a trainer, by the names of its attributes.
+    """The models of a trainer, by the names of its attributes."""
 
-    Attributes:
-        packed: The hooks of the models that compute padded batches packed, with a ``remove()`` method each. Several
-            attributes may hold one model. If an attribute holds several models, these are ``"reward_funcs[0]"`` and so
-            on, numbered among the models.
-        padded: The errors that say why the others stay as they were. Their padded batches are computed padded.
-    """
-
+    # Several attributes may hold one model. If an attribute holds several, these are "reward_funcs[0]" and so on.
     packed: dict[str, PaddedBatches]
-    padded: dict[str, Fa2PatchError]
+    padded: dict[str, Fa2PatchError]  # why the others stay as they were
 
 
 def pack_models(
     attributes: Mapping[str, object], share_prompts: bool = True, budget: TokenBudget | None = None
 ) -> PackedModels:
-    """Patch every Transformers model that attributes of a trainer hold, and make it compute padded batches packed.
-
-    A model inside of a wrapper is found (PEFT, DDP, FSDP, DeepSpeed, ``torch.compile``, a value head). Models that are
-    packed already are not packed a second time. With a ``budget``, they compute each batch within it.
-    """
+    # Models that are packed already are not packed a second time. With a `budget`, they compute each batch within it.
     found = PackedModels({}, {})
     for name, value in [*attributes.items()]:
         held = held_models(value)
@@ -61,7 +51,6 @@ def pack_models(
 
 
 def held_models(value: object) -> list[Model]:
-    """The outermost Transformers models in a module, or in a list, tuple or dictionary of modules."""
     several = [*value.values()] if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
     modules = [one for one in several if isinstance(one, torch.nn.Module)]
     return [model for module in modules for model in outermost_models(module).values()]
@@ -155,7 +144,6 @@ def packed_trainer(
 
 
 def _still_shapes(max_tokens: int | None, *shapes: Any) -> StillShapes | None:
-    """The shapes of passes, or None without a budget."""
     if max_tokens is not None:
         return StillShapes(check_budget(max_tokens), *shapes)
     if any(each is not None for each in shapes):

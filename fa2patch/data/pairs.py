@@ -141,7 +141,7 @@ class DataCollatorForPreferenceFlattening:
         return {"input_ids": ids, "labels": labels}
 
     def _shared(self, chosen: Sequence[Columns], rejected: Sequence[Columns]) -> dict[str, Any]:
-        """Concatenate the documents of pairs, what both begin with once, in front of the chosen one."""
+        # What both documents of a pair begin with is in the row once, in front of the chosen one.
         documents, pairs = [*chosen, *rejected], len(chosen)
         lengths = [len(document["input_ids"]) for document in documents]
         side_by_side: list[tuple[int, int]] = []  # the last token that both share belongs to each of them
@@ -159,7 +159,7 @@ class DataCollatorForPreferenceFlattening:
 
 
 def _tokens(index: int, chosen: Columns, rejected: Columns) -> int:
-    """Return the number of tokens of a pair. A row cannot hold a document without any beside the other one."""
+    # A row cannot hold a document without tokens beside the other one of its pair.
     counts = {"chosen": len(chosen["input_ids"]), "rejected": len(rejected["input_ids"])}
     for side, count in counts.items():
         if not count and any(counts.values()):
@@ -168,7 +168,7 @@ def _tokens(index: int, chosen: Columns, rejected: Columns) -> int:
 
 
 def _prompt(document: Columns) -> Any:
-    """Return the ids in front of a document's first label."""
+    # The prompt is what stands in front of the first label.
     learned = document["labels"] != IGNORED_LABEL
     return document["input_ids"][: int(learned.argmax()) if learned.any() else len(learned)]
 
@@ -238,7 +238,7 @@ def per_document_logps(
 def _sums(
     logits: torch.Tensor, labels: torch.Tensor, found: Boundaries, ignore_index: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return each document's sum, the number of tokens in it, and the first token of the document's last segment."""
+    # `starts` are the first tokens of the documents' last segments.
     cu = found.cu_seqlens.to(logits.device, torch.int64)
     token, starts = torch.arange(len(labels), device=logits.device), cu[:-1]
     segment = document_of(cu, len(labels))

@@ -12,29 +12,18 @@ from ..documents.names import GRIDS, JOINS, ZEROS, Key, media_key
 from ..errors import CollatorError
 from .columns import Columns, read_example, refuse_keys
 
-Media = dict[str, torch.Tensor]
-"""The keys of one example that the table of :mod:`fa2patch.documents.names` has, as tensors."""
+Media = dict[str, torch.Tensor]  # the keys of one example that the table of fa2patch.documents.names has
 
-TOKEN = "token"
-"""What the option ``keys`` says of a column with one number per token."""
+TOKEN = "token"  # in the option `keys`: a column with one number per token
 
 
 class Example(NamedTuple):
-    """One example of a processor.
-
-    Attributes:
-        columns: One number per token, without masked tokens.
-        media: Its pictures, films and sound.
-        keys: What each of these means.
-    """
-
-    columns: Columns
+    columns: Columns  # one number per token, without masked tokens
     media: Media
-    keys: dict[str, Key]
+    keys: dict[str, Key]  # what each of these means
 
 
 def require_joins(keys: object) -> None:
-    """Raise :class:`CollatorError` unless ``keys`` maps keys to :data:`~fa2patch.documents.names.JOINS` or TOKEN."""
     known = (*JOINS, TOKEN)
     if not isinstance(keys, Mapping):
         raise CollatorError(f"keys: expected a mapping from keys to one of {', '.join(known)}, found {keys!r}.")
@@ -44,18 +33,8 @@ def require_joins(keys: object) -> None:
 
 
 def read_output(index: int, found: dict[str, Any], joins: Mapping[str, str], grids: Collection[str]) -> Example:
-    """Read what a processor returned for one example.
-
-    Args:
-        index: The example's index in the batch, for errors.
-        found: The example's keys with a value. Those that the table has are taken out.
-        joins: What the user says of keys that the table lacks or means otherwise.
-        grids: The grids that the model's forward takes. Pictures without them are an error.
-
-    Raises:
-        CollatorError: A value is no array of numbers, a column has not one number per token, or pictures and what
-            describes them do not belong together.
-    """
+    # `joins` is what the user says of keys that the table lacks or means otherwise. Pictures without one of the
+    # `grids`, which the model's forward takes, are an error.
     refuse_keys(index, found, ("position_ids", "seq_lengths", "rope_deltas"))
     keys = {name: key for name in found if (key := _key(name, found, joins)) is not None}
     media = {name: _tensor(index, name, found.pop(name)) for name in keys}
@@ -77,14 +56,14 @@ def read_output(index: int, found: dict[str, Any], joins: Mapping[str, str], gri
 
 
 def _key(name: str, example: Mapping[str, Any], joins: Mapping[str, str]) -> Key | None:
-    """What a key of an example means; None for a column with one number per token."""
+    # The result is None for a column with one number per token.
     if name not in joins:
         return media_key(name, example)
     return None if joins[name] == TOKEN else Key(name, "", joins[name], "", optional=True)
 
 
 def _without_row(value: Any) -> Any:
-    """Turn ``[1, n]``, as a processor returns it, into ``[n]``."""
+    # A processor returns [1, n].
     if isinstance(value, (torch.Tensor, np.ndarray)):
         return value[0] if value.ndim == 2 and len(value) == 1 else value
     if isinstance(value, (list, tuple)) and len(value) == 1 and isinstance(value[0], (list, tuple, np.ndarray)):
@@ -93,7 +72,7 @@ def _without_row(value: Any) -> Any:
 
 
 def _require_columns(index: int, found: Mapping[str, Any]) -> None:
-    """Raise :class:`CollatorError` for tensors and arrays that are not for each token, and whose meaning is unknown."""
+    # The meaning of a tensor that is not for each token is unknown.
     ids: Any = found.get("input_ids")
     for name, value in found.items():
         shape = getattr(value, "shape", None)
@@ -108,7 +87,7 @@ def _require_columns(index: int, found: Mapping[str, Any]) -> None:
 
 
 def entries(value: torch.Tensor, key: Key) -> int:
-    """The number of pictures, films or sounds that a tensor has an entry for."""
+    # This is the number of pictures, films or sounds that a tensor has an entry for.
     return value.shape[1] if key.join == "in row" and value.dim() > 1 else len(value) if value.dim() else 1
 
 
@@ -140,7 +119,6 @@ def _tensor(index: int, name: str, value: Any) -> torch.Tensor:
 
 
 def require_the_same_keys(examples: Sequence[Example]) -> None:
-    """Raise :class:`CollatorError` if examples with pictures (or films, or sound) describe them by different keys."""
     first: dict[str, tuple[int, set[str]]] = {}
     for index, (_, _, keys) in enumerate(examples):
         for kind in {key.of for key in keys.values()} - {""}:
@@ -157,7 +135,7 @@ def require_the_same_keys(examples: Sequence[Example]) -> None:
 
 
 def require_alike(examples: Sequence[Example]) -> None:
-    """Raise :class:`CollatorError` if the model would compute an example otherwise beside the others."""
+    # The model must compute each example in the row as it does alone.
     media = [example.media for example in examples]
     for index, (_, own, keys) in enumerate(examples):
         for name, key in keys.items():
@@ -186,14 +164,7 @@ def _require_masks_alike(name: str, media: Sequence[Media]) -> None:
 
 
 def join_media(examples: Sequence[Example]) -> tuple[Media, dict[str, tuple[int, list[int]]]]:
-    """Join the pictures, films and sound of all examples for one row.
-
-    Returns:
-        The row's keys, and their :attr:`~fa2patch.documents.names.MediaRow.parts`.
-
-    Raises:
-        CollatorError: entries of one key have different shapes, or differ and must be the same.
-    """
+    # The second result is MediaRow.parts.
     row: Media = {}
     whose: dict[str, tuple[int, list[int]]] = {}
     for name, key in {name: key for example in examples for name, key in example.keys.items()}.items():
@@ -213,10 +184,8 @@ def join_media(examples: Sequence[Example]) -> tuple[Media, dict[str, tuple[int,
 
 
 def _own_or_ones(name: str, key: Key, own: Media) -> torch.Tensor | None:
-    """Return what an example has of a key; a mask of ones where a processor left that out.
-
-    Phi-4-multimodal's leaves it out for a single sound, which is never filled.
-    """
+    # Phi-4-multimodal's processor leaves the mask out for a single sound, which is never filled. A mask of ones stands
+    # for it.
     like = own.get({"audio_attention_mask": "audio_input_features"}.get(name, ""))
     if name in own or like is None or not key.optional:
         return own.get(name)
@@ -241,6 +210,6 @@ def _concatenated(name: str, key: Key, parts: Sequence[torch.Tensor], along: int
 
 
 def _filled(part: torch.Tensor, largest: Sequence[int], along: int) -> torch.Tensor:
-    """Fill a tensor with zeros to the largest size of each dimension, except along which it is joined."""
+    # Zeros fill each dimension to its largest size, except the one along which tensors are joined.
     missing = [0 if dim == along else largest[dim] - part.shape[dim] for dim in range(part.dim())]
     return torch.nn.functional.pad(part, [side for fill in reversed(missing) for side in (0, fill)])

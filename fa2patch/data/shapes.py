@@ -8,7 +8,6 @@ from .columns import integer
 
 
 def check_rounding(name: str, value: int | str | None) -> None:
-    """Raise :class:`CollatorError` unless an option is None, a positive integer or the name of a rule."""
     if value is None or (isinstance(value, str) and value in STEPS):
         return
     if isinstance(value, str) or integer(name, value) < 1:
@@ -16,7 +15,6 @@ def check_rounding(name: str, value: int | str | None) -> None:
 
 
 def require_few(documents: int, most: int | None) -> None:
-    """Raise :class:`CollatorError` if a row has more documents than ``max_documents``."""
     if most is not None and documents > most:
         raise CollatorError(
             f"max_documents={most}, but a row has {documents} documents. Raise max_documents to the most that a row "
@@ -25,7 +23,6 @@ def require_few(documents: int, most: int | None) -> None:
 
 
 def require_short(longest: int, stated: int) -> None:
-    """Raise :class:`CollatorError` if a row has a longer document than it states as ``max_length_q``."""
     if longest > stated:
         raise CollatorError(
             f"longest_document={stated}, but a document of the row, or its padding, has {longest} tokens. Raise "

@@ -1,10 +1,8 @@
 """A trainer's steps in passes of a budget of tokens, in one of two ways that give the steps of the whole batch.
 
-The models of a trainer compute a batch in passes, each a checkpoint, and the trainer's loss sees the outputs of the
-whole batch (:mod:`fa2patch.upstream.passes`). That is right for any loss, and computes the base model's forward twice.
-A loss that is known to be a sum over tokens (:mod:`.known_losses`) is computed pass by pass instead, and once: there,
-``compute_loss`` returns the loss of the first pass, and ``accelerator.backward`` computes the other passes before it
-returns. Both calls are the same from Transformers 4.36 to 5.24.
+For any loss, passes are checkpoints, the forward is computed twice, and the loss sees the outputs of the whole batch
+(:mod:`fa2patch.upstream.passes`). A loss that is known to be a sum over tokens (:mod:`.known_losses`) is computed once,
+pass by pass: ``compute_loss`` returns the loss of the first pass, and ``accelerator.backward`` computes the others.
 """
 
 from __future__ import annotations
@@ -34,26 +32,16 @@ from . import known_losses
 
 logger = logging.getLogger("fa2patch")
 
-Loss = Callable[[Any], torch.Tensor]
-"""A trainer's loss of a batch."""
+Loss = Callable[[Any], torch.Tensor]  # a trainer's loss of a batch
 
 
 class TokenBudget:
-    """Computes the training steps of a trainer in passes of at most ``max_tokens`` tokens.
-
-    Args:
-        max_tokens, too_long: As in :func:`fa2patch.apply`.
-        shapes: Shapes of the passes; None for those of their documents.
-
-    Attributes:
-        counts: What was computed since the last log.
-        why_exact: Why the loss sees the whole batch, and forwards are computed twice; empty if passes are computed
-            once; None before the first batch.
-    """
+    """Computes the training steps of a trainer in passes of at most ``max_tokens`` tokens."""
 
     def __init__(self, max_tokens: int, too_long: str = "error", shapes: StillShapes | None = None) -> None:
         self.max_tokens, self.too_long, self.shapes = max_tokens, too_long, shapes or PLAIN
         self.counts, self._since = Counts(), time.perf_counter()
+        # why the loss sees the whole batch; empty if passes are computed once, None before the first batch
         self.why_exact: str | None = None
         self._rest: Iterator[torch.Tensor] | None = None  # of a step, once its first pass is computed
         self._first: torch.Tensor | None = None
@@ -62,8 +50,8 @@ class TokenBudget:
         self._held = ""
 
     def install(self, trainer: Any) -> None:
-        """Put methods around those of a trainer. Its models are given their budget by :meth:`give`."""
         self.trainer = trainer
+        # Trainer calls compute_loss and accelerator.backward in the same way from Transformers 4.36 to 5.24.
         for around in (self.training_step, self.compute_loss, self.log):
             name = around.__name__
             own = getattr(trainer, name)
@@ -75,13 +63,12 @@ class TokenBudget:
         return f"<TokenBudget: passes of at most {self.max_tokens} tokens; {way}>"
 
     def give(self, model: Any) -> None:
-        """Let a patched model compute its batches within the budget."""
         patch = status(model)
         if patch is not None:
             patch.budget = budget_of(self.max_tokens, self.too_long, self.shapes)
 
     def training_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run the trainer's own step, whose ``compute_loss`` and ``accelerator.backward`` come here."""
+        # The trainer's own step calls compute_loss and accelerator.backward, which come here.
         accelerator = self.trainer.accelerator
         own, backward = vars(accelerator).get("backward"), accelerator.backward
         accelerator.backward = functools.partial(self._backward, backward)
@@ -97,7 +84,7 @@ class TokenBudget:
                 accelerator.backward = own
 
     def compute_loss(self, compute: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Compute a training batch's loss; if that is known to be a sum, the loss of its first pass."""
+        # The result is the loss of the first pass if the batch's loss is known to be a sum.
         with_outputs = kwargs.get("return_outputs", args[0] if args else False)
         if not self._stepping or self._rest is not None or with_outputs or not isinstance(inputs, Mapping):
             return compute(model, inputs, *args, **kwargs)
@@ -111,7 +98,6 @@ class TokenBudget:
             return compute(model, inputs, *args, **kwargs)
 
     def log(self, log: Callable[..., Any], logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
-        """Add what the passes brought to the logs of training, and begin to count anew."""
         if "loss" in logs and self.counts.batches:
             logs.update(self.counts.logs(time.perf_counter() - self._since, bool(self.shapes)))
             self.counts, self._since = Counts(), time.perf_counter()
@@ -119,12 +105,11 @@ class TokenBudget:
 
     @property
     def _patch(self) -> Patch | None:
-        """The patch of the model that is trained."""
         held = [*outermost_models(self.trainer.model).values()]
         return status(held[0]) if len(held) == 1 else None
 
     def _unknown(self) -> str:
-        """What the model that is trained holds that fa2patch does not know, looked for once for each of its plans."""
+        # The model that is trained is looked at once for each of its plans.
         patch = self._patch
         if patch is None:
             return "what is not patched"
@@ -134,7 +119,6 @@ class TokenBudget:
 
     @contextlib.contextmanager
     def _counted(self) -> Iterator[None]:
-        """Count what the model that is trained computes."""
         budget: Any = getattr(self._patch, "budget", None)
         if budget is None:
             yield
@@ -147,7 +131,7 @@ class TokenBudget:
 
     @contextlib.contextmanager
     def _without_budget(self) -> Iterator[None]:
-        """Let the model that is trained compute what it is given at once, as it is a pass already."""
+        # What the model is given is a pass already, so it computes it at once.
         patch: Any = self._patch
         budget, patch.budget = patch.budget, None
         try:
@@ -156,7 +140,6 @@ class TokenBudget:
             patch.budget = budget
 
     def _say(self, why: str) -> None:
-        """Log once in which way batches are computed, and why."""
         if why == self.why_exact:
             return
         self.why_exact = why
@@ -169,7 +152,7 @@ class TokenBudget:
     # --- a loss that is a sum, pass by pass ---------------------------------------------------------------------------
 
     def _begins(self, compute: Loss, model: Any, inputs: Mapping[str, Any]) -> bool:
-        """Compute the loss of a batch's first pass, and keep the others for the backward. False if it is no sum."""
+        # The other passes wait for the backward. The result is False if the loss is no sum.
 
         def loss(batch: Any) -> torch.Tensor:
             with self._without_budget(), self.trainer.compute_loss_context_manager():
@@ -187,7 +170,7 @@ class TokenBudget:
         return True
 
     def _losses(self, loss: Loss, model: Any, passes: Passes) -> Iterator[torch.Tensor]:
-        """The losses of passes. Each is computed where it is asked for, and its backward follows."""
+        # Each pass is computed when its loss is asked for, and its backward follows.
         factors: set[float | None] = set()
         for at, batch in enumerate(passes):
             with self._accumulating(model) if at + 1 < len(passes) else contextlib.nullcontext():
@@ -203,7 +186,7 @@ class TokenBudget:
                 yield found
 
     def _backward(self, backward: Callable[..., Any], loss: torch.Tensor, **options: Any) -> None:
-        """Compute the passes' gradients. The trainer logs the value of ``loss``, so it becomes that of all passes."""
+        # The trainer logs the value of `loss`, so it becomes that of all passes.
         if self._rest is None or self._first is None:
             backward(loss, **options)
             return
@@ -217,7 +200,6 @@ class TokenBudget:
         loss.data.copy_(value)
 
     def _require_backward(self) -> None:
-        """Require that all passes of a step were computed."""
         if self._rest is not None and next(self._rest, None) is not None:
             name = type(self.trainer).__name__
             raise Fa2PatchError(
@@ -228,7 +210,7 @@ class TokenBudget:
 
     @contextlib.contextmanager
     def _accumulating(self, model: Any) -> Iterator[None]:
-        """Let gradients add up on this rank: DDP does not average them, and DeepSpeed makes no step."""
+        # Gradients add up on this rank: DDP does not average them, and DeepSpeed makes no step.
         state = self.trainer.accelerator.gradient_state
         synchronises = state.sync_gradients
         state._set_sync_gradients(False)

@@ -9,11 +9,7 @@ from typing import Any
 
 
 def patched(model: Any) -> None:
-    """Patch a model as every plugin does, and say so on stderr.
-
-    Raises:
-        Fa2PatchError: a class of its errors, if the model cannot be patched.
-    """
+    # Every plugin patches a model in this way, and says so on stderr.
     from ..patch.applying import apply  # not above: to print the path of a plugin takes no torch
     from ..run.start import say
 
@@ -22,7 +18,7 @@ def patched(model: Any) -> None:
 
 
 def said_after_a_step(trainer: Any) -> None:
-    """Let a Trainer say on stderr, after its first step, what computed the model's layers."""
+    # After its first step, a Trainer says on stderr what computed the model's layers.
     from transformers import TrainerCallback
 
     class AfterAStep(TrainerCallback):

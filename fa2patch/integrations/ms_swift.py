@@ -10,20 +10,16 @@ import functools
 import importlib
 from typing import Any, Callable
 
+# These are the modules of training arguments in ms-swift 4 and 3.
 ARGUMENTS = ("swift.arguments.sft_args", "swift.llm.argument.train_args")
-"""The module of training arguments in ms-swift 4 and 3."""
 
 CHECK = "_check_padding_free"
+# The check accepts this implementation as one that isolates packed rows.
 FLASH = "flash_attention_2"
-"""What the check takes for an implementation that isolates packed rows."""
 
 
 def install() -> None:
-    """Let ``--packing`` and ``--padding_free`` pass with any ``--attn_impl``, and patch what ms-swift's trainers get.
-
-    Raises:
-        CannotRun: this ms-swift has no such check.
-    """
+    # `--packing` and `--padding_free` pass with any `--attn_impl`.
     from fa2patch.binding import bind
 
     trainers = importlib.import_module("swift.trainers.mixin")
@@ -34,7 +30,7 @@ def install() -> None:
 
 
 def _arguments() -> Any:
-    """The class of training arguments that has the check."""
+    # Either module may hold the class of training arguments that has the check.
     from fa2patch.errors import CannotRun
 
     for name in ARGUMENTS:
@@ -52,7 +48,7 @@ def _arguments() -> Any:
 
 
 def _lifting(original: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Run the check as if the attention were flash attention. It sets ``padding_free`` for ``--packing``, too."""
+    # The check runs as if the attention were flash attention. It sets padding_free for --packing, too.
 
     @functools.wraps(original)
     def check(self: Any) -> None:
@@ -66,10 +62,8 @@ def _lifting(original: Callable[[Any], None]) -> Callable[[Any], None]:
 
 
 def _patching(original: Callable[..., None]) -> Callable[..., None]:
-    """Patch the models of a trainer before its constructor. A model that cannot be patched is an error.
-
-    A reference model is there already: the trainers of preferences keep it before they call this constructor.
-    """
+    # The models are patched before the trainer's constructor. A reference model is there already: the trainers of
+    # preferences keep it before they call this constructor.
 
     @functools.wraps(original)
     def __init__(self: Any, model: Any, *args: Any, **kwargs: Any) -> None:

@@ -1,9 +1,7 @@
 """Huawei's fused attention for Ascend NPUs, ``torch_npu.npu_fusion_attention``.
 
-Facts are from its documentation (hiascend.com, Ascend Extension for PyTorch 6.0, ``torch_npu.npu_fusion_attention``;
-CANN, ``aclnnFlashAttentionVarLenScore``): in the layout TND, q, k and v are ``[tokens, heads, head dim]``, and the ends
-of the documents are ints of the host. Upstream's own call copies them to the host twice in each layer; here they are
-read once a batch, and not at all with the collator's lengths. Nobody has run fa2patch on an NPU: the trial decides.
+Nobody has run fa2patch on an NPU: the trial decides. Facts are from the documentation (hiascend.com, Ascend Extension
+for PyTorch 6.0, ``torch_npu.npu_fusion_attention``; CANN, ``aclnnFlashAttentionVarLenScore``).
 """
 
 from __future__ import annotations
@@ -22,16 +20,15 @@ from ..documents.boundaries import Boundaries
 from ..documents.tensors import read
 from .protocol import HALF, Kernel, Options
 
-MOST_DOCUMENTS = 2048
-"""The documentation allows up to 2K documents in a call. More are computed in several."""
+MOST_DOCUMENTS = 2048  # in a call; the documentation allows up to 2K
 
+# Values of ``sparse_mode``: a query sees the keys up to its own, counted from the end of both; or those from
+# ``pre_tockens`` before to ``next_tockens`` behind it. Both need the mask of _hidden.
 _FROM_THE_END, _BAND = 3, 4
-"""Values of ``sparse_mode``: a query sees the keys up to its own, counted from the end of both; or those from
-``pre_tockens`` before to ``next_tockens`` behind it. Both need the mask of :func:`_hidden`."""
 
 
 class Ascend(Kernel):
-    """The operator has autograd. Softcap and sinks are not in it; ALiBi is a bias for each score, and is left out."""
+    # The operator has autograd. Softcap and sinks are not in it. Its ALiBi is a bias for each score, and is left out.
 
     name = "ascend"
     what = "fused attention of Ascend NPUs"
@@ -43,7 +40,6 @@ class Ascend(Kernel):
     FEATURES = frozenset({"window", "dropout", "trees", "spans"})
 
     def available(self) -> tuple[bool, str]:
-        """Whether torch_npu is there and finds an NPU."""
         if importlib.util.find_spec("torch_npu") is None:
             return False, "the package torch_npu is not installed"
         try:
@@ -67,6 +63,7 @@ class Ascend(Kernel):
         if "sparse_mode" in more:
             more["atten_mask"] = _hidden(q.device)
         outputs = []
+        # In the layout TND, q, k and v are ``[tokens, heads, head dim]``, and the ends are ints of the host.
         for at, seen, ends, key_ends in _calls(boundaries, q.shape[0]):
             found = operator(
                 q[at], k[seen], v[seen], q.shape[1], "TND", actual_seq_qlen=ends, actual_seq_kvlen=key_ends, **more
@@ -77,12 +74,14 @@ class Ascend(Kernel):
 
 @lru_cache(maxsize=8)
 def _hidden(device: torch.device) -> torch.Tensor:
-    """The mask that the sparse modes need: bool ``[2048, 2048]``, True above the diagonal, whatever the lengths are."""
+    # The sparse modes need this mask, True above the diagonal, whatever the lengths are.
     return torch.ones(2048, 2048, dtype=torch.bool, device=device).triu(1)
 
 
 def _calls(boundaries: Boundaries, tokens: int) -> Iterator[tuple[slice, slice, list[int], list[int]]]:
-    """For each call its tokens, its keys, and the ends of documents and keys, which count from the call's first."""
+    # For each call: its tokens, its keys, and the ends of documents and of keys, which count from the call's first.
+    # Upstream's own call copies the ends to the host twice in each layer. Here they are read once a batch, and not at
+    # all with the collator's lengths.
     if Ascend not in boundaries.made:
         keys = boundaries.keys(tokens).cu_seqlens
         lengths = boundaries.lengths

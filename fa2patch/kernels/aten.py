@@ -1,8 +1,7 @@
 """The kernels that are operators of torch itself, called by their names in aten. Nothing has to be installed.
 
-FlashAttention 2 is called so, and not by ``torch.nn.attention.varlen``, whose signature changes in almost every
-release, while a call with the arguments of torch 2.4 works in all later releases. An operator's schema shows what a
-release lacks.
+FlashAttention 2 is not called by ``torch.nn.attention.varlen``, whose signature changes in almost every release. A call
+of the operator as in torch 2.4 works in all later releases, and the operator's schema shows what a release lacks.
 """
 
 from __future__ import annotations
@@ -28,13 +27,12 @@ _WINDOW = "window_size_left"
 
 @lru_cache(maxsize=4)
 def _arguments(operator: str) -> frozenset[str]:
-    """The names of an operator's arguments; none if this torch has no such operator."""
     found = getattr(torch.ops.aten, operator, None)
     return frozenset() if found is None else frozenset(argument.name for argument in found.default._schema.arguments)
 
 
 class TorchVarlen(Kernel):
-    """torch's FlashAttention 2. Attention sinks and trees are computed from the log-sum-exp: see :mod:`.cascade`."""
+    # Sinks, and trees without a window, are computed from the log-sum-exp (cascade.py).
 
     name = "torch_varlen"
     what = "FlashAttention 2, torch's own build"
@@ -47,13 +45,11 @@ class TorchVarlen(Kernel):
         return _flash_runs()
 
     def features(self) -> frozenset[str]:
-        """Without windows and sinks if the operator takes no window."""
         return self.FEATURES if _WINDOW in _arguments(_FLASH) else self.FEATURES - {"window", "sinks"}
 
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, boundaries: Boundaries, options: Options, scale: float
     ) -> torch.Tensor:
-        """Call the operator. Sinks, and trees without a window, go through :class:`~.cascade.Cascade`."""
         keys, tree = boundaries.keys(q.shape[0]), boundaries.parents is not None
         gathers = tree and (options.window is not None or compiling())  # a graph holds no tree of the host
         if gathers and keys.tokens is not None:
@@ -89,23 +85,16 @@ def _flash_runs() -> tuple[bool, str]:
 
 
 class _CudaFlash(NamedTuple):
-    """FlashAttention 2's operator with its log-sum-exp, for :mod:`.cascade`.
+    """FlashAttention 2's operator with its log-sum-exp, for :mod:`.cascade`."""
 
-    Attributes:
-        cu_seqlens, max_seqlen: the ends of each segment's keys, and the largest number of them.
-        dropout: the probability of dropout.
-        more: keywords of the operator.
-    """
-
-    cu_seqlens: torch.Tensor
-    max_seqlen: int
+    cu_seqlens: torch.Tensor  # the ends of each segment's keys
+    max_seqlen: int  # the largest number of a segment's keys
     dropout: float
-    more: dict[str, Any]
+    more: dict[str, Any]  # keywords of the operator
 
     def call(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, level: Level, causal: bool
     ) -> tuple[torch.Tensor, ...]:
-        """Call the operator's forward, and return all of its outputs."""
         outputs: tuple[torch.Tensor, ...] = getattr(torch.ops.aten, _FLASH).default(
             q, k, v, level.cu_seqlens, self.cu_seqlens, level.max_seqlen, self.max_seqlen, self.dropout, causal, False,
             **self.more,
@@ -115,11 +104,9 @@ class _CudaFlash(NamedTuple):
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, level: Level, causal: bool
     ) -> tuple[torch.Tensor, ...]:
-        """Compute the output, the log-sum-exp ``[queries, heads]``, and the state that dropout repeats.
-
-        The operator's log-sum-exp is ``[heads, queries]`` from torch 2.7 on. Before, and in builds for ROCm, it is
-        padded, ``[segments, heads, max_seqlen]``. Such a one is kept for the backward, which takes it in that layout.
-        """
+        # The operator's log-sum-exp is ``[heads, queries]`` from torch 2.7 on. Before, and in builds for ROCm, it is
+        # padded, ``[segments, heads, max_seqlen]``, and is kept for the backward, which takes it in that layout.
+        # ``state`` is what dropout repeats. The log-sum-exp is returned as ``[queries, heads]``.
         output, lse, state, unused, _ = self.call(q, k, v, level, causal)
         if lse.dim() == 2:
             return output, lse.transpose(0, 1), state, unused
@@ -130,7 +117,6 @@ class _CudaFlash(NamedTuple):
         self, grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, output: torch.Tensor,
         lse: torch.Tensor, level: Level, causal: bool, kept: tuple[torch.Tensor, ...],
     ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-        """Compute the gradients of q, k and v."""
         state, unused, *padded = kept
         if padded:
             segment, place = _places(level, q.shape[0])
@@ -146,23 +132,20 @@ class _CudaFlash(NamedTuple):
 
 
 def _places(level: Level, queries: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each query's segment, and its place in the segment: two int64 tensors ``[queries]``."""
+    # Each query's segment, and its place in the segment: two int64 tensors ``[queries]``.
     query = torch.arange(queries, device=level.cu_seqlens.device)
     segment = document_of(level.cu_seqlens, queries)
     return segment, query - level.cu_seqlens[segment]
 
 
+# Values of ``custom_mask_type``: a query sees all keys of its document, or those up to its own position, counted from
+# the first or from the last key.
 _EVERYTHING, _CAUSAL, _CAUSAL_FROM_THE_END = 0, 1, 2
-"""Values of ``custom_mask_type``: a query sees all keys of its document, or those up to its own position, counted from
-the first or from the last key."""
 
 
 class Efficient(Kernel):
-    """torch's memory-efficient attention (CUTLASS). Keys and values are repeated for grouped queries.
-
-    It supports float32 and any head dimension, which the flash kernels do not. It is not used with windows, because its
-    autograd ignores them (the derivative of ``_efficient_attention_forward`` does not pass them on).
-    """
+    # It supports float32 and any head dimension, which the flash kernels do not. It has no windows, because its
+    # autograd ignores them: the derivative of ``_efficient_attention_forward`` does not pass them on.
 
     name = "efficient"
     what = "memory-efficient attention, torch's own"
@@ -172,7 +155,7 @@ class Efficient(Kernel):
     FEATURES = frozenset({"dropout", "trees", "spans"})
 
     def takes(self, head_dim: int, value_dim: int) -> bool:
-        """Always: CUTLASS's kernels have two head dimensions."""
+        # CUTLASS's kernels have two head dimensions.
         return True
 
     def available(self) -> tuple[bool, str]:
@@ -204,19 +187,13 @@ def _efficient_runs() -> tuple[bool, str]:
 
 
 class CpuFlash(NamedTuple):
-    """torch's flash attention for CPUs with its log-sum-exp, one call for each segment, for :mod:`.cascade`.
+    """torch's flash attention for CPUs with its log-sum-exp, one call for each segment, for :mod:`.cascade`."""
 
-    Attributes:
-        lengths: the lengths of the keys' segments.
-        scale: the factor of the logits.
-    """
-
-    lengths: tuple[int, ...]
-    scale: float
+    lengths: tuple[int, ...]  # of the keys' segments
+    scale: float  # of the logits
 
     @staticmethod
     def takes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> bool:
-        """Whether the operator can compute this attention over a tree, without copies of keys."""
         special = (options.window, options.softcap, options.alibi_slopes)
         plain = all(option is None for option in special) and not options.dropout and q.shape[-1] == v.shape[-1]
         return plain and q.device.type == "cpu" and CPU_FLASH and (CPU_FLASH_GROUPED or q.shape[1] == k.shape[1])
@@ -224,7 +201,6 @@ class CpuFlash(NamedTuple):
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, level: Level, causal: bool
     ) -> tuple[torch.Tensor, ...]:
-        """Compute the output ``[queries, heads, dim]`` and the log-sum-exp ``[queries, heads]``."""
         output, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
         operator = getattr(torch.ops.aten, _CPU_FLASH).default
         for queries, keys in self._segments(level):
@@ -237,7 +213,6 @@ class CpuFlash(NamedTuple):
         self, grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, output: torch.Tensor,
         lse: torch.Tensor, level: Level, causal: bool, kept: tuple[torch.Tensor, ...],
     ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-        """Compute the gradients of q, k and v."""
         gradients = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
         operator = getattr(torch.ops.aten, f"{_CPU_FLASH}_backward").default
         for queries, keys in self._segments(level):
@@ -249,7 +224,6 @@ class CpuFlash(NamedTuple):
         return gradients
 
     def _segments(self, level: Level) -> Iterator[tuple[slice, slice]]:
-        """The queries and the keys of each segment that has both."""
         for count, queries_end, length, keys_end in zip(
             level.counts, accumulate(level.counts), self.lengths, accumulate(self.lengths)
         ):
@@ -264,10 +238,7 @@ def _heads_first(states: torch.Tensor) -> torch.Tensor:
 CPU_FLASH = {"query", "key", "value", "dropout_p", "is_causal", "attn_mask", "scale"} <= _arguments(
     _CPU_FLASH
 ) and hasattr(torch.ops.aten, f"{_CPU_FLASH}_backward")
-"""Whether this torch has the operator for CPUs with the arguments that are passed here."""
 
+# Fewer heads of keys than of queries were seen right in 2.13. In 2.4 the operator's backward writes past the gradients
+# of the keys. Releases between were not tried.
 CPU_FLASH_GROUPED = bool(torch.__version__ >= (2, 13))  # type: ignore[operator]
-"""Whether that operator takes fewer heads of keys than of queries.
-
-Seen right in 2.13. In 2.4 its backward writes past the gradients of the keys. Releases between were not tried.
-"""

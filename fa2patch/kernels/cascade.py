@@ -1,12 +1,7 @@
 """Cascade attention over a tree of segments: no key or value is copied, also where many segments share a parent.
 
 Every segment attends to itself. Besides, at each depth of the tree, the tokens of all descendants of a parent attend to
-the parent's keys, in one sequence of a variable-length call. The outputs are merged by their log-sum-exp. The backward
-hands the merged output and log-sum-exp to the backward of each call, as ring attention does (arXiv 2310.01889).
-
-Windows, softcaps and ALiBi depend on distances along the path, so keys are gathered for them instead.
-
-An attention sink is one more addend of the merged log-sum-exp: a key without a value, with one logit for each head.
+the parent's keys, in one sequence of a variable-length call. The outputs are merged by their log-sum-exp.
 """
 
 from __future__ import annotations
@@ -21,13 +16,11 @@ from ..documents.trees import Level
 
 
 class Varlen(Protocol):
-    """A kernel's forward with the log-sum-exp, and its backward. The keys are those of the batch's segments.
+    # A kernel with the log-sum-exp. The keys are those of the batch's segments. If ``causal``, a query sees the keys up
+    # to its own token, else all of its segment's keys.
 
-    ``forward`` gets the queries of a level. It returns the output ``[queries, heads, dim]``, the log-sum-exp
-    ``[queries, heads]`` and ``kept``, what the backward needs. ``backward`` returns the gradients of q, k and v. If
-    ``causal``, a query sees the keys up to its own token, else all of its segment's keys.
-    """
-
+    # It gets the queries of a level. It returns the output ``[queries, heads, dim]``, the log-sum-exp
+    # ``[queries, heads]`` and what the backward needs (``kept``).
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, level: Level, causal: bool
     ) -> tuple[Any, ...]: ...
@@ -39,7 +32,6 @@ class Varlen(Protocol):
 
 
 def levels_of(boundaries: Boundaries) -> list[Level]:
-    """The calls that a tree of segments needs: one of all segments, and one for each depth that has parents."""
     tree = boundaries.tree
     assert tree is not None
     own = Level(slice(None), boundaries.cu_seqlens, boundaries.max_seqlen, tree.lengths)
@@ -47,11 +39,8 @@ def levels_of(boundaries: Boundaries) -> list[Level]:
 
 
 class Cascade(torch.autograd.Function):
-    """``Cascade.apply(q, k, v, sinks, causal, levels, varlen)``. The first level has the queries of all tokens.
-
-    ``causal`` is of the first level. The queries of the other levels see all keys of their parents.
-    The gradient of a sink is ``-sum over tokens of exp(sink - lse) * (grad . output)``.
-    """
+    # The first level has the queries of all tokens, and ``causal`` is of that level alone. Windows, softcaps and ALiBi
+    # depend on distances along the path, so a kernel gathers keys for them instead.
 
     @staticmethod
     def forward(
@@ -72,6 +61,7 @@ class Cascade(torch.autograd.Function):
             output[at] = (output[at] * next(weights)).addcmul_(found, next(weights))
             lse[at] = both
         if sinks is not None:
+            # A sink is one more addend of the log-sum-exp: a key without a value, with one logit for each head.
             with_sink = torch.logaddexp(lse, sinks.to(lse.dtype))
             output, lse = output * (lse - with_sink).exp()[..., None], with_sink
         output = output.to(q.dtype)
@@ -84,6 +74,7 @@ class Cascade(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, sinks, output, lse, *rest = ctx.saved_tensors
         of_queries, of_keys, of_values = (torch.zeros_like(x) for x in (q, k, v))
+        # Each call gets the merged output and log-sum-exp, as in ring attention (arXiv 2310.01889).
         for number, (level, kept) in enumerate(zip(ctx.levels, ctx.kept)):
             at, causal, own, rest = level.tokens, ctx.causal and number == 0, tuple(rest[:kept]), rest[kept:]
             found = ctx.varlen.backward(grad[at], q[at], k, v, output[at], lse[at], level, causal, own)

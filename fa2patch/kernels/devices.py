@@ -14,17 +14,9 @@ from .protocol import Kernel
 
 
 class Device(NamedTuple):
-    """A kind of device.
-
-    Attributes:
-        name: its name in the tables.
-        kernels: the names of the kernels that may run there, best first. The reference runs everywhere.
-        missing: what is missing there, and the source.
-    """
-
     name: str
-    kernels: tuple[str, ...]
-    missing: str
+    kernels: tuple[str, ...]  # by name, best first; the reference runs everywhere
+    missing: str  # what is missing there, and the source
 
 
 TABLE = (
@@ -56,18 +48,18 @@ TABLE = (
     ),
 )  # fmt: skip
 
+# By the name of a kernel: its module, its class, and whether such a device may be here.
 ELSEWHERE: dict[str, tuple[str, str, Callable[[], bool]]] = {
     "ascend": ("ascend", "Ascend", lambda: hasattr(torch, "npu")),
     "aiter": ("rocm", "Aiter", lambda: torch.version.hip is not None),
 }
-"""By the name of a kernel: its module, its class, and whether such a device may be here."""
 
 
 _made: dict[str, Kernel] = {}  # no functools.cache, past which dynamo goes, to an import that it cannot trace
 
 
 def elsewhere(name: str) -> Kernel:
-    """The one kernel of this name in :data:`ELSEWHERE`. Results of trials are cached by kernel."""
+    # There is one kernel of each name, because results of trials are cached by kernel.
     if name not in _made:
         module, kind, _ = ELSEWHERE[name]
         _made[name] = getattr(importlib.import_module(f".{module}", __package__), kind)()
@@ -75,10 +67,8 @@ def elsewhere(name: str) -> Kernel:
 
 
 def here() -> list[Kernel]:
-    """The kernels of :data:`ELSEWHERE` whose device may be here."""
     return [elsewhere(name) for name, (*_, present) in ELSEWHERE.items() if present()]
 
 
 def device_rows() -> list[dict[str, Any]]:
-    """Describe every kind of device as a dict of JSON values: ``name``, ``kernels`` and ``missing``."""
     return [{**device._asdict(), "kernels": [*device.kernels, "reference"]} for device in TABLE]

@@ -20,7 +20,7 @@ from .protocol import HALF, IN_32_BITS, Kernel, Options
 
 
 class Flex(Kernel):
-    """FlexAttention with one block mask per batch and kind of layer, made without a ``[tokens, tokens]`` tensor."""
+    # One block mask is made per batch and kind of layer, without a ``[tokens, tokens]`` tensor.
 
     name = "flex"
     what = "FlexAttention"
@@ -36,11 +36,11 @@ class Flex(Kernel):
         return _runs()
 
     def takes(self, head_dim: int, value_dim: int) -> bool:
-        """Always, but torch 2.5 takes no larger head dimension of v."""
+        # torch 2.5 takes no larger head dimension of v.
         return value_dim <= head_dim or not _takes_powers_only()
 
     def rounded(self, dim: int) -> int:
-        """From 16 on a multiple of 8, or a power of two where torch takes no other head dimensions (before 2.8)."""
+        # torch takes head dimensions from 16 on, and before 2.8 only powers of two.
         dim = max(dim, 16)
         return 1 << (dim - 1).bit_length() if _takes_powers_only() else super().rounded(dim)
 
@@ -74,11 +74,9 @@ def _takes_powers_only() -> bool:
 
 @cache
 def _compiled(name: str, kind: tuple[Any, ...]) -> Callable[..., Any]:
-    """The compiled function of torch for calls of one kind, which differ in nothing but lengths.
-
-    Dynamo compiles one code object for eight kinds of calls at most, and then runs it uncompiled, with a score for
-    every two tokens of the row. So each kind has a code object of its own.
-    """
+    # Dynamo compiles one code object for eight kinds of calls at most, and then runs it uncompiled, with a score for
+    # every two tokens of the row. So each kind has a code object of its own, and calls of one kind differ in lengths
+    # only.
     function = getattr(importlib.import_module("torch.nn.attention.flex_attention"), name)
 
     def call(*given: Any, **more: Any) -> Any:
@@ -92,7 +90,6 @@ def compute(
     flex: Callable[..., Any], create_block_mask: Callable[..., Any], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
     boundaries: Boundaries, options: Options, scale: float,
 ) -> torch.Tensor:  # fmt: skip
-    """Compute the attention of :meth:`Flex.attend` with functions of torch that are compiled, or not."""
     kind = ("flex", options.causal, options.window)
     if kind not in boundaries.made:
         tokens, device = q.shape[0], q.device
@@ -115,7 +112,7 @@ def compute(
 
 
 def _with_lse(flex: Callable[..., Any], *states: torch.Tensor, **asked: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """The output and the log-sum-exp. torch 2.9 has replaced the argument that asks for it."""
+    # torch 2.9 has replaced the argument that asks for the log-sum-exp.
     request = getattr(importlib.import_module("torch.nn.attention.flex_attention"), "AuxRequest", None)
     if request is None:
         output, lse = flex(*states, **asked, return_lse=True)

@@ -16,41 +16,28 @@ import torch
 
 from ..documents.boundaries import Boundaries, document_of
 
+# The padded tokens that a batch may hold in any case: about the cost of a call. On a CPU, a call of a mixer takes as
+# long as 50 to 300 tokens. Chunked mixers fill every document up to 64 tokens inside anyway.
 A_CALL = 64
-"""The padded tokens that a batch may hold in any case: about the cost of a call. On a CPU, a call of a mixer takes as
-long as 50 to 300 tokens. Chunked mixers fill every document up to 64 tokens inside anyway."""
 
+# The further padded tokens that a batch may hold, as a share of its real tokens. The time of a sequential scan depends
+# on its positions, so a batch takes as long as its longest document. Other mixers compute the padding, too.
 SHARE = 1 / 8
-"""The further padded tokens that a batch may hold, as a share of its real tokens. The time of a sequential scan depends
-on its positions, so a batch takes as long as its longest document. Other mixers compute the padding, too."""
 
+# The scores of one head in a call of attention, at most. A call with more takes so long that its own cost is small.
 SCORES = 2**18
-"""The scores of one head in a call of attention, at most. A call with more takes so long that its own cost is small."""
 
+# The numbers of queries that are moved in the time of a call of attention, forward and backward (a CPU's core).
+# Documents that do not follow each other in the row must be moved to share a call, and that is a cost of two calls
+# more. ``python -m compat_matrix.bench --parts kernels`` compares the choice with other ways.
 MOVED = 2**14
-"""The numbers of queries that are moved in the time of a call of attention, forward and backward (a CPU's core).
-
-Documents that do not follow each other in the row must be moved to share a call, and that is a cost of two calls more.
-``python -m compat_matrix.bench --parts kernels`` compares the choice with other ways.
-"""
 
 
 @lru_cache(maxsize=8)
 def batches(lengths: tuple[int, ...], most: int, power: int = 1, pads: bool = True) -> list[list[int]]:
-    """Put documents into batches by their lengths alone, so that a recomputed forward makes the same ones.
-
-    Documents are taken from the longest to the shortest. A batch ends where the next one would need more padding than
-    :data:`A_CALL` and :data:`SHARE` allow.
-
-    Args:
-        lengths: the documents' lengths in tokens.
-        most: the size of a batch of several documents, at most: their number times ``longest ** power``.
-        power: 1 for tokens, 2 for scores.
-        pads: whether a batch may be padded. If not, it holds documents of one length.
-
-    Returns:
-        The numbers of the documents in each batch, the longest first. Batches are in the order of the row.
-    """
+    # Lengths alone decide, so that a recomputed forward makes the same batches. From the longest document to the
+    # shortest, a batch ends where the next one would need more padding than A_CALL and SHARE allow. Its size, their
+    # number times ``longest ** power``, is at most ``most``: tokens for a power of 1, scores for 2.
     if lengths and min(lengths) == max(lengths):  # thousands of short ones: no Python for each of them
         size = max(1, most // max(1, lengths[0]) ** power)
         return [[*range(at, min(at + size, len(lengths)))] for at in range(0, len(lengths), size)]
@@ -65,34 +52,24 @@ def batches(lengths: tuple[int, ...], most: int, power: int = 1, pads: bool = Tr
         else:
             made.append([at])
             longest = real = lengths[at]
+    # Each batch has its longest document first. Batches are in the order of the row.
     return sorted(made, key=min)
 
 
 class Batches:
-    """Documents in the calls that compute them.
-
-    Args:
-        lengths: the documents' lengths in tokens.
-        batches: the numbers of the documents in each call, the longest first; None for one document a call.
-        device: the device of their tokens.
-
-    Attributes:
-        shapes: for each call the number of documents and the length of the longest.
-        sizes: the tokens of each call, with padding.
-        size: the tokens of all calls, with padding.
-        places: for each token its place in the calls end to end, int64 ``[tokens]``; None if that is its own.
-    """
+    """Documents in the calls that compute them."""
 
     def __init__(
         self, lengths: Sequence[int], batches: Sequence[Sequence[int]] | None = None, device: torch.device | None = None
     ) -> None:
         self.lengths, self.batches = lengths, [*zip(range(len(lengths)))] if batches is None else batches
-        self.shapes: list[tuple[int, int]] = []
-        self.sizes: list[int] = []
+        self.shapes: list[tuple[int, int]] = []  # of each call: the number of documents, the longest's length
+        self.sizes: list[int] = []  # the tokens of each call, with padding
         for batch in self.batches:  # one loop: every packed batch makes one, and a comprehension is a call
             self.shapes.append((len(batch), lengths[batch[0]]))
             self.sizes.append(len(batch) * lengths[batch[0]])
         self.size = sum(self.sizes)
+        # Each token's place in the calls end to end, int64 ``[tokens]``. It is None if that is its own.
         self.places: torch.Tensor | None = None
         order = [*chain.from_iterable(self.batches)]
         if self.size > sum(lengths) or order != [*range(len(lengths))]:
@@ -103,12 +80,8 @@ class Batches:
             self.places = torch.from_numpy(places).to(device, non_blocking=True)
 
     def split(self, states: torch.Tensor, filling: torch.Tensor | None = None) -> list[torch.Tensor]:
-        """What each call gets of the documents' tokens ``[tokens, ...]``: tensors ``[count, longest, ...]``.
-
-        Args:
-            states: the documents end to end.
-            filling: ``[size, ...]``, whose values stand where batches are padded; None for zeros.
-        """
+        # ``[tokens, ...]`` becomes ``[count, longest, ...]`` for each call. Padding gets the values of ``filling``
+        # ``[size, ...]``, or zeros.
         if self.places is not None:
             if filling is None:
                 states = _put(states, self.places, self.size)
@@ -122,7 +95,6 @@ class Batches:
         ]
 
     def join(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The documents end to end ``[tokens, ...]``, from the calls' results ``[count, longest, ...]``."""
         if len(pieces) == 1:
             whole = pieces[0].flatten(0, 1)
         else:
@@ -135,13 +107,13 @@ class Batches:
 
 
 def _put(states: torch.Tensor, places: torch.Tensor, size: int) -> torch.Tensor:
-    """States at some of ``size`` places, and zeros at the others. No place occurs twice."""
+    # No place occurs twice.
     made = states.new_empty if size == len(places) else states.new_zeros
     return made(size, *states.shape[1:]).index_copy_(0, places, states)
 
 
 class _Taken(torch.autograd.Function):
-    """``states[places]``. No place occurs twice, so the backward copies and need not add, which is slow on a CPU."""
+    # No place occurs twice, so the backward copies and need not add, which is slow on a CPU.
 
     @staticmethod
     def forward(ctx: Any, states: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
@@ -154,26 +126,18 @@ class _Taken(torch.autograd.Function):
 
 
 def shared_calls(boundaries: Boundaries, width: int, causal: bool) -> tuple[Batches, Sequence[torch.Tensor | None]]:
-    """The documents of a batch, or the segments of a tree, in the calls of attention. They are made once in a forward.
-
-    Lengths are read on the host. Empty documents are left out, and each segment has a call of its own.
-
-    Args:
-        boundaries: the batch's boundaries.
-        width: the number of query heads times the head dimension.
-        causal: whether a query sees no later key, spans excepted. If not, padding must be masked.
-
-    Returns:
-        The calls, and for each the index of the last key that each query sees, int64 ``[documents, length]``, or None
-        if the options say it.
-    """
+    # The calls are made once in a forward. For each there is the index of the last key that each query sees, int64
+    # ``[documents, length]``, or None if the options say it. ``width`` is the number of query heads times the head
+    # dimension.
     kind, tree = (shared_calls, width, causal), boundaries.tree
     if kind not in boundaries.made and tree is not None:
         boundaries.made[kind] = Batches(tree.lengths), [None] * len(tree.lengths)
     elif kind not in boundaries.made:
+        # Lengths are read on the host. Empty documents are left out.
         lengths, device = tuple(filter(None, boundaries.lengths)), boundaries.cu_seqlens.device
         shared = batches(lengths, SCORES, power=2)
         calls = Batches(lengths, shared if _saves(shared, lengths, width, causal) else None, device)
+        # Without causality, padding must be masked.
         plain = causal and boundaries.until is None
         boundaries.made[kind] = calls, [None] * len(calls.shapes) if plain else _last_keys(calls, boundaries, causal)
     found: tuple[Batches, Sequence[torch.Tensor | None]] = boundaries.made[kind]
@@ -181,7 +145,7 @@ def shared_calls(boundaries: Boundaries, width: int, causal: bool) -> tuple[Batc
 
 
 def _saves(shared: list[list[int]], lengths: Sequence[int], width: int, causal: bool) -> bool:
-    """Whether documents that share calls take less time than alone, of which moving them takes some."""
+    # The calls that are saved, less one for each mask and two for the moves, must outweigh the moving of all queries.
     order: list[int] = []
     padded = 0
     for batch in shared:
@@ -194,10 +158,7 @@ def _saves(shared: list[list[int]], lengths: Sequence[int], width: int, causal: 
 
 
 def _last_keys(calls: Batches, boundaries: Boundaries, causal: bool) -> list[torch.Tensor | None]:
-    """The index of the last key that each query sees, where not only the causal order decides.
-
-    Padding sees itself: a window may hide all before it.
-    """
+    # Padding sees itself, because a window may hide all before it.
     cu, until, device = boundaries.cu_seqlens, boundaries.until, boundaries.cu_seqlens.device
     if causal and until is not None:
         pieces = calls.split((until - cu[document_of(cu, len(until))]).long())

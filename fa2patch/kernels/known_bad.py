@@ -1,8 +1,7 @@
 """Builds that are known to be bad, by what was found in public: they are asked for here before any of them is tried.
 
-A trial finds wrong numbers and errors. It cannot find what returns never, what writes outside its memory, or what is
-wrong only for rows of another size: the process would be lost, or the build believed. Such builds are known by the
-version of their distribution alone. Each row has its source; a version is the tag of the release that has the mend.
+A trial cannot find what never returns, what writes outside its memory, or what is wrong only for rows of another size.
+Such builds are known by their distribution's version. A version is the tag of the release that has the mend.
 """
 
 from __future__ import annotations
@@ -18,25 +17,15 @@ from .varlen import FlashAttn4
 
 
 class Bad(NamedTuple):
-    """Some calls of some builds.
-
-    Attributes:
-        kernel: the class of kernels that call such a build.
-        distribution: the package whose version tells the builds apart.
-        since: the first version that is bad.
-        before: the first version that is not.
-        calls: whether it is about a call, on a device of this compute capability.
-        what: what goes wrong.
-        source: where it was found, in public.
-    """
+    """Some calls of some builds."""
 
     kernel: type[Kernel]
     distribution: str
-    since: str
-    before: str
-    calls: Callable[[Asked, tuple[int, int]], bool]
+    since: str  # the first version that is bad
+    before: str  # the first version that is not
+    calls: Callable[[Asked, tuple[int, int]], bool]  # whether it is about a call, on a device of this capability
     what: str
-    source: str
+    source: str  # where it was found, in public
 
 
 _FLASH_4 = (FlashAttn4, "flash-attn-4")
@@ -46,6 +35,7 @@ def _is_256(asked: Asked) -> bool:
     return FlashAttn4().padded(asked.head_dim, asked.value_dim) == (256, 256)
 
 
+# A row leaves when no supported Transformers can meet the build any more.
 TABLE = (
     Bad(
         *_FLASH_4, "4.0.0b11", "4.0.0b20", lambda asked, here: here[0] in (10, 11) and _is_256(asked),
@@ -78,11 +68,9 @@ TABLE = (
         "flash-attention#2797",
     ),
 )  # fmt: skip
-"""What is known. A row leaves when no supported Transformers can meet the build any more."""
 
 
 def known_bad(kernel: Kernel, asked: Asked) -> str:
-    """Why a build is known to be bad for such a call, with the source; empty if nothing is known against it."""
     here = capability()
     if here is None:
         return ""
@@ -98,7 +86,6 @@ def known_bad(kernel: Kernel, asked: Asked) -> str:
 
 @cache
 def version(distribution: str) -> str | None:
-    """The installed version of a distribution; None if it is not installed."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:

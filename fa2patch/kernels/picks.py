@@ -95,8 +95,8 @@ everything."""
 BY_NAME_ONLY: tuple[Kernel, ...] = (Hub(),)
 """The built-in kernels that ``auto`` does not try."""
 
+# The built-in kernels of devices that few have. The module devices loads them where such a device may be.
 ELSEWHERE = ("ascend", "aiter")
-"""The built-in kernels of devices that few have, by name. :mod:`.devices` loads them where such a device may be."""
 
 _BUILT_IN = {kernel.name: kernel for kernel in (*ORDER, *BY_NAME_ONLY)}
 
@@ -126,7 +126,6 @@ def order() -> tuple[Kernel, ...]:
 
 
 def every_kernel() -> tuple[Kernel, ...]:
-    """All kernels: the ones that ``auto`` tries, then the ones that are used by name only."""
     added.load()
     tried = order()
     others = [kernel for kernel in map(named, ELSEWHERE) if kernel not in tried]
@@ -187,8 +186,7 @@ def named(name: str | Kernel) -> Kernel:
     raise UnknownKernel(f"kernel={name!r}: expected one of 'auto', {names}, or 'hub:org/name'.")
 
 
-_of_hub = lru_cache(maxsize=8)(Hub)
-"""The same kernel object for a source each time, because results of trials are cached by kernel."""
+_of_hub = lru_cache(maxsize=8)(Hub)  # one kernel object for each source, because results of trials are cached by kernel
 
 
 def check_name(name: str | Kernel) -> None:
@@ -264,15 +262,10 @@ DOCUMENTS = Portions("its own, document by document")
 
 
 class Mixed(NamedTuple):
-    """How a mixer was computed; the counterpart of :class:`Pick`.
-
-    Attributes:
-        kernel: :data:`WHOLE_ROW`, :data:`BATCHES` or :data:`DOCUMENTS`.
-        why: why the trials of the ways before it failed; empty if they did not take place.
-    """
+    """How a mixer was computed; the counterpart of :class:`Pick`."""
 
     kernel: Portions
-    why: str
+    why: str  # why the trials of the ways before it failed; empty if they did not take place
 
 
 def pick(name: str | Kernel, asked: Asked, device: torch.device, try_it: bool = True) -> Pick:
@@ -309,35 +302,22 @@ def pick(name: str | Kernel, asked: Asked, device: torch.device, try_it: bool = 
 
 @constant
 def _picked(picks: str, index: int | None, call: tuple[Any, ...]) -> str:
-    """Choose a kernel while a graph is captured; the kernel's name becomes a constant of the graph.
-
-    Args:
-        picks: the number of the :class:`Picks`.
-        index: the number of the device of q, k and v.
-        call: what :func:`~.protocol.described_call` returns.
-    """
+    # While a graph is captured, the kernel's name becomes a constant of it. The arguments must be constants, too:
+    # ``picks`` is the number of a Picks, ``index`` that of a device, and ``call`` is from described_call.
     asked, asking = asked_as(call), numbered(picks)
     device = torch.device(asked.device if index is None else f"{asked.device}:{index}")
     return pick(asking.given or asking.name, asked, device).kernel.name
 
 
 class Computed(NamedTuple):
-    """A layer, and what computed its last packed batch."""
-
     layer: ref[torch.nn.Module]
     by: Pick | Mixed
 
 
 class Tried(NamedTuple):
-    """The verdict of a trial of a mixer.
+    """The verdict of a trial of a mixer: whether it keeps documents apart, and the reason if not."""
 
-    Attributes:
-        sizes: the largest sizes that it was tried with.
-        able: whether the mixer keeps documents apart.
-        why: the reason if it does not.
-    """
-
-    sizes: tuple[int, ...]
+    sizes: tuple[int, ...]  # the largest that it was tried with
     able: bool
     why: str
 
@@ -431,7 +411,6 @@ class Picks:
         return named(picked) if self.given is None else self.given
 
     def _warn_if_slow(self, made: Pick, asked: Asked) -> None:
-        """Warn of the reference on an accelerator, and of FlexAttention where a faster kernel lacks only the dtype."""
         if self.name != "auto" or asked.device in ("cpu", "meta"):
             return
         in_half = _faster_in_half(made.kernel, asked)
@@ -447,7 +426,6 @@ class Picks:
 
 
 def _faster_in_half(kernel: Kernel, asked: Asked) -> list[str]:
-    """The kernels before this one that need nothing but half precision to be used, best first."""
     if asked.dtype in HALF:
         return []
     before = itertools.takewhile(lambda other: other is not kernel, order())

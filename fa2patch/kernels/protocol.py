@@ -1,8 +1,7 @@
-"""What a kernel is: its base class, the options of a layer, and the description of a call that a kernel must support.
+"""The base class of kernels, the options of a layer, and the description of a call that a kernel must support.
 
-Spans (tokens of a picture, which see each other in both directions) are computed for most kernels by a second call: the
-first one is causal for all tokens; in the second, each span's queries see all keys of their document up to the span's
-end, which are gathered, and the results take the place of the first call's.
+For most kernels, spans (tokens of a picture, which see each other in both directions) are computed by a second call. It
+has the spans' queries, with the keys of their document up to the span's end, and replaces results of the first call.
 """
 
 from __future__ import annotations
@@ -25,8 +24,7 @@ other in both directions in a document that is causal otherwise, such as those o
 
 HALF = (torch.float16, torch.bfloat16)
 
-IN_32_BITS = 2**31 - 1
-"""The limit of kernels that count elements in 32 bits."""
+IN_32_BITS = 2**31 - 1  # some kernels count elements in 32 bits
 
 
 @dataclass(frozen=True)
@@ -86,7 +84,6 @@ class Options:
 
 
 def one_number(name: str, value: Any) -> Any:
-    """The number of an attention layer's option, which may be a tensor of one value that needs no gradient."""
     if not isinstance(value, torch.Tensor):
         return value
     learned = value.requires_grad and torch.is_grad_enabled()
@@ -100,10 +97,8 @@ def one_number(name: str, value: Any) -> Any:
 
 
 def times(states: torch.Tensor, factor: torch.Tensor, by: Callable[..., torch.Tensor] = torch.mul) -> torch.Tensor:
-    """Multiply queries ``[..., head dim]`` by a tensor in the place of their logits ``[..., keys]``.
-
-    ``by`` may divide instead. The product is rounded once, to the dtype of the queries.
-    """
+    # The factor is meant for logits ``[..., keys]``, and is applied to queries ``[..., head dim]`` in their place. The
+    # product is rounded once, to the dtype of the queries.
     if factor.dim() == 0 and factor.device == states.device:  # one of the host is no copy, nor a wait
         factor = factor[None]  # a dimension, so that the product has the better dtype of both
     if factor.dim() == 0 or (factor.shape[-1] == 1 and factor.dim() <= states.dim()):
@@ -117,11 +112,8 @@ def times(states: torch.Tensor, factor: torch.Tensor, by: Callable[..., torch.Te
 
 
 def scaled(q: torch.Tensor, options: Options) -> tuple[torch.Tensor, Options]:
-    """Multiply queries ``[batch, length, heads, head dim]`` by a scale that is a tensor, so that its gradient flows.
-
-    Returns:
-        The queries, and options with a number for the scale.
-    """
+    # A scale that is a tensor is multiplied into the queries ``[batch, length, heads, head dim]``, so that its gradient
+    # flows.
     return times(q.transpose(1, 2), options.scale).transpose(1, 2), replace(options, scale=1.0)
 
 
@@ -161,17 +153,14 @@ def asked_by(
 def described_call(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, trees: bool, spans: bool
 ) -> tuple[Any, ...]:
-    """Return the fields of :class:`Asked`, with whether the call needs each of :data:`FEATURES` in place of these.
-
-    ``deterministic`` is left to :func:`asked_as`: no tensor says it, and a graph is captured again when it changes.
-    """
+    # The fields of Asked, with a bool for each of FEATURES in the place of the names.
     needed = (
         options.window is not None,
         options.softcap is not None,
         options.sinks is not None,
         options.alibi_slopes is not None,
         options.dropout > 0,
-        False,
+        False,  # ``deterministic``: no tensor says it, and a graph is captured again when it changes
         trees,
         spans,
     )
@@ -181,7 +170,6 @@ def described_call(
 
 
 def asked_as(described: tuple[Any, ...]) -> Asked:
-    """Return what a call asks for, from what :func:`described_call` returns."""
     *call, needed, gradients = described
     always = ("deterministic",) if torch.are_deterministic_algorithms_enabled() else ()
     features = tuple([name for name, is_needed in zip(FEATURES, needed) if is_needed or name in always])
@@ -338,17 +326,11 @@ class Kernel:
 
 def _some_heads_at_a_time(
     kernel: Kernel, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, boundaries: Boundaries, options: Options,
-    size: int,
+    size: int,  # (tokens + 128 * documents) * head dim
 ) -> torch.Tensor:  # fmt: skip
-    """Compute a row that is too large for one call of the kernel. Nothing is read from the device.
-
-    Backwards of flash attention count the elements of an accumulator of ``(tokens + 128 * documents) * heads * dim`` in
-    32 bits: FlashAttention 2 up to 2.8.3 (flash-attention#1500 and #2260), and FlashAttention 4 where a stride is large
-    (#2611), so each part is made contiguous. What is beyond is a fault of the device, and no error.
-
-    Args:
-        size: that product without the heads.
-    """
+    # Backwards of flash attention count the elements of an accumulator, ``size * heads``, in 32 bits: FlashAttention 2
+    # up to 2.8.3 (flash-attention#1500 and #2260), and FlashAttention 4 where a stride is large (#2611), so each part
+    # is made contiguous. Beyond the limit the device faults, and no exception is raised.
     assert kernel.LARGEST is not None
     most, groups = kernel.LARGEST // size, q.shape[1] // k.shape[1]
     if not most:
@@ -372,7 +354,7 @@ def _some_heads_at_a_time(
 
 @constant
 def capability() -> tuple[int, int] | None:
-    """The compute capability of NVIDIA's current device; None without one. On ROCm such numbers mean something else."""
+    # On ROCm such numbers mean something else.
     if torch.version.hip is not None or not torch.cuda.is_available():
         return None
     return torch.cuda.get_device_capability()
@@ -380,7 +362,7 @@ def capability() -> tuple[int, int] | None:
 
 @dataclass(eq=False)
 class _SpanBoundaries(Boundaries):
-    """The boundaries of the second call: of each span's queries, and of its keys, which have been gathered."""
+    # The boundaries of the second call: of each span's queries, and of its keys, which have been gathered.
 
     of_keys: Keys | None = None
 
@@ -394,7 +376,6 @@ def _with_spans(
     kernel: Kernel, output: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, boundaries: Boundaries,
     options: Options, scale: float,
 ) -> torch.Tensor:  # fmt: skip
-    """Compute the queries of the spans again, and put them into the output of the first call."""
     spans = boundaries.spans
     if spans is None or not spans.counts:
         return output
@@ -412,10 +393,6 @@ def _with_spans(
 
 
 def require_within(window: int, boundaries: Boundaries) -> None:
-    """Raise :class:`PackingNotIsolated` if a span is longer than a sliding window of so many tokens.
-
-    Upstream's releases differ in what such a window hides inside a span.
-    """
     message = (
         "a picture (or a prefix) whose tokens see each other in both directions is longer than the sliding window of "
         "{} tokens, and releases of Transformers differ in what that hides. Use smaller pictures or shorter prefixes, "

@@ -1,15 +1,7 @@
 """The reference, which every other kernel is compared with: attention by its definition, in pure torch.
 
-Plain attention over a document is one call of ``scaled_dot_product_attention``, which has a flash kernel on a CPU too,
-and none for a document of one token. Windows, softcap, ALiBi, sinks and dropout are computed by the plain formula, in
-float32 or float64. The cost grows with the sum of the squared document lengths. Short documents share a call
-(:mod:`.grouping`).
-
-While a graph is captured, it is the operator ``fa2patch::reference``, so that a compiled model has no graph break. This
-needs ``torch.library.custom_op``, which torch has from 2.4 on. With older versions the graph breaks at each layer.
-
-It is not bit for bit what a document alone gives: documents of near length share a call, padded to the longest, and a
-matrix with more rows is multiplied in another order. Other tokens in another document change no bit.
+It is not bit for bit what a document alone gives: documents of near length share a call (:mod:`.grouping`), padded to
+the longest, and a matrix with more rows is multiplied in another order. Other tokens in another document change no bit.
 """
 
 from __future__ import annotations
@@ -31,10 +23,8 @@ from .protocol import FEATURES, Kernel, Options
 
 
 class Reference(Kernel):
-    """Loops over the documents of a batch, or over the segments of a tree.
-
-    It needs their lengths on the host: on a GPU one read per forward, in a compiled graph one per layer and direction.
-    """
+    # The lengths of documents are needed on the host: on a GPU this is one read per forward, in a compiled graph one
+    # per layer and direction. The cost grows with the sum of the squared lengths.
 
     name = "reference"
     what = "pure torch, documents of near length at a time"
@@ -51,25 +41,21 @@ class Reference(Kernel):
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, boundaries: Boundaries, options: Options, scale: float
     ) -> torch.Tensor:
+        # A graph holds the operator and does not break. It needs ``torch.library.custom_op``: before torch 2.4 the
+        # graph breaks at each layer.
         if compiling() and HAS_OPERATORS:
             return operator(q, k, v, boundaries, options, scale)
         return over_documents(q, k, v, boundaries, options if options.scale == scale else replace(options, scale=scale))
 
 
 class Call(NamedTuple):
-    """The states of the documents that are computed at once, all of the same length.
+    """The states of documents of one length, which are computed at once."""
 
-    Attributes:
-        queries: ``[documents, queries, query heads, head dim]``. The last query is at the last key.
-        keys: ``[documents, length, key heads, head dim]``.
-        values: ``[documents, length, key heads, value dim]``.
-        last: the index of the last key that each query sees, int64 ``[documents, queries]``. None if the options
-            say which keys a query sees.
-    """
-
-    queries: torch.Tensor
-    keys: torch.Tensor
-    values: torch.Tensor
+    queries: torch.Tensor  # ``[documents, queries, query heads, head dim]``; the last query is at the last key
+    keys: torch.Tensor  # ``[documents, length, key heads, head dim]``
+    values: torch.Tensor  # ``[documents, length, key heads, value dim]``
+    # The index of the last key that each query sees, int64 ``[documents, queries]``. It is None if the options say
+    # which keys a query sees.
     last: torch.Tensor | None = None
 
 
@@ -77,7 +63,7 @@ class Call(NamedTuple):
 def over_documents(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, boundaries: Boundaries, options: Options
 ) -> torch.Tensor:
-    """Attention within documents ``[tokens, query heads, value dim]``. Their lengths are read on the host."""
+    # Returns ``[tokens, query heads, value dim]``.
     tree = boundaries.tree
     if tree is not None and CpuFlash.takes(q, k, v, options):
         assert options.scale is not None
@@ -101,16 +87,12 @@ def over_documents(
     return calls.join(outputs) if outputs else q.new_zeros(*q.shape[:2], v.shape[2])
 
 
+# It is true from torch 2.5 on. Before, keys and values are repeated, which is costly with many short documents.
 _SHARES_KEYS = "enable_gqa" in (F.scaled_dot_product_attention.__doc__ or "")
-"""True from torch 2.5 on. Before, keys and values are repeated, which is costly with many short documents."""
 
 
 def attend(call: Call, options: Options) -> torch.Tensor:
-    """The attention of the documents of a call, or of their last queries to all of their keys.
-
-    Returns:
-        ``[documents, query heads, queries, value dim]`` of the values' dtype.
-    """
+    # Returns ``[documents, query heads, queries, value dim]`` of the values' dtype.
     query, key, value = call.queries.transpose(1, 2), call.keys.transpose(1, 2), call.values.transpose(1, 2)
     queries, length, groups = query.shape[2], key.shape[2], query.shape[1] // key.shape[1]
     windowed = options.window is not None and options.window < length
@@ -124,6 +106,7 @@ def attend(call: Call, options: Options) -> torch.Tensor:
         asked["enable_gqa"] = True
     elif groups > 1:
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    # sdpa has a flash kernel on a CPU, too. All that is not plain takes the formula, in float32 or float64.
     if plain:
         if call.last is None and (queries in (1, length) or not options.causal):
             asked["is_causal"] = options.causal and queries > 1
@@ -137,11 +120,8 @@ def attend(call: Call, options: Options) -> torch.Tensor:
 
 
 class _OfOneKey(torch.autograd.Function):
-    """What :func:`attend` returns for documents of one token: the value of the only key, whose weight is 1.
-
-    The operator takes longer for thousands of such documents than all else in a small layer. A padded batch has
-    gradients of queries and keys, zeros, too.
-    """
+    # The weight of an only key is 1, so the output is its value. sdpa takes longer for thousands of documents of one
+    # token than all else in a small layer. As in a padded batch, queries and keys get gradients, which are zeros.
 
     @staticmethod
     def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -157,10 +137,7 @@ class _OfOneKey(torch.autograd.Function):
 
 
 def _weights(query: torch.Tensor, key: torch.Tensor, options: Options, last: torch.Tensor | None) -> torch.Tensor:
-    """The attention weights ``[documents, heads, queries, length]`` before dropout, in float32 or better.
-
-    ``query`` and ``key`` are ``[documents, heads, queries or length, dim]``, and ``last`` as in :class:`Call`.
-    """
+    # ``[documents, heads, queries, length]`` before dropout, in float32 or better.
     assert options.scale is not None, "a kernel's call has settled it, before it pads head dimensions"
     precision = torch.promote_types(query.dtype, torch.float32)
     logits: torch.Tensor = query.to(precision) @ key.to(precision).transpose(-1, -2) * options.scale
@@ -177,13 +154,13 @@ def _weights(query: torch.Tensor, key: torch.Tensor, options: Options, last: tor
 
 
 def _distances(queries: int, keys: int, device: torch.device) -> torch.Tensor:
-    """``query index - key index``, int64 ``[queries, keys]``. The last query is at the last key."""
+    # ``query index - key index``, int64 ``[queries, keys]``. The last query is at the last key.
     index = torch.arange(keys, device=device)
     return index[keys - queries :, None] - index
 
 
 def _seen(distance: torch.Tensor, options: Options, last: torch.Tensor | None) -> torch.Tensor:
-    """Whether a query sees a key, bool ``[queries, keys]`` or, with ``last``, ``[documents, 1, queries, keys]``."""
+    # bool ``[queries, keys]``; with ``last`` it is ``[documents, 1, queries, keys]``.
     if last is not None:
         seen = torch.arange(distance.shape[1], device=distance.device) <= last[:, None, :, None]
     else:
@@ -191,14 +168,13 @@ def _seen(distance: torch.Tensor, options: Options, last: torch.Tensor | None) -
     return seen if options.window is None else seen & (distance.abs() < options.window)
 
 
+# The inputs of the operator. Its backward has them after the gradient of the output.
 _INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, Tensor? parents, Tensor? until, Tensor? sinks, "
     "Tensor? alibi_slopes, Tensor? seed, float scale, bool causal, int? window, float? softcap, float dropout"
 )
-"""The inputs of the operator and, behind the gradient of its output, of its backward."""
 
-_DIFFERENTIABLE = (0, 1, 2, 6, 7)
-"""The places of q, k, v, sinks and slopes among the inputs."""
+_DIFFERENTIABLE = (0, 1, 2, 6, 7)  # the places of q, k, v, sinks and slopes among the inputs
 
 
 def _computed(
@@ -206,9 +182,9 @@ def _computed(
     until: torch.Tensor | None, sinks: torch.Tensor | None, slopes: torch.Tensor | None, seed: torch.Tensor | None,
     *numbers: Any,
 ) -> torch.Tensor:  # fmt: skip
-    """The output from the operator's inputs. A seed makes the backward drop the weights that the forward dropped."""
     options = replace(Options(*numbers), sinks=sinks, alibi_slopes=slopes)
     boundaries = Boundaries(cu_seqlens, 0, parents=parents, until=until)
+    # With the seed, the backward drops the weights that the forward dropped.
     with torch.random.fork_rng([q.device] if q.device.type == "cuda" else [], enabled=seed is not None):
         if seed is not None:
             torch.manual_seed(int(seed))
@@ -218,7 +194,7 @@ def _computed(
 
 @contextlib.contextmanager
 def _recorded() -> Iterator[None]:
-    """Let autograd record inside an operator, below which torch excludes it."""
+    # Inside an operator, torch excludes autograd. This lets it record there.
     guard, key = torch._C._SetExcludeDispatchKeyGuard, torch._C.DispatchKey
     with guard(key.AutogradFunctionality, False), guard(key.ADInplaceOrView, False), torch.enable_grad():
         yield
@@ -229,7 +205,7 @@ def _fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *unused: Any) -> to
 
 
 def _backward(grad: torch.Tensor, *inputs: Any) -> list[torch.Tensor]:
-    """The gradients of q, k, v, and of sinks and slopes if given, from a second run of the forward."""
+    # The gradients come from a second run of the forward.
     given = list(inputs)
     for at in _DIFFERENTIABLE:
         given[at] = None if inputs[at] is None else inputs[at].detach().requires_grad_()
@@ -262,7 +238,6 @@ operator_later("reference_backward", _backward, f"(Tensor grad, {_INPUTS}) -> Te
 def operator(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, boundaries: Boundaries, options: Options, scale: float
 ) -> torch.Tensor:
-    """Compute what ``Reference.attend`` computes by an operator of torch, from torch 2.4 on."""
     seed = torch.randint(2**31, (), device=q.device) if options.dropout else None
     attended: torch.Tensor = torch.ops.fa2patch.reference.default(
         q, k, v, boundaries.cu_seqlens, boundaries.parents, boundaries.until, options.sinks, options.alibi_slopes,

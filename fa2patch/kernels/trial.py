@@ -1,16 +1,7 @@
 """The trial of a kernel before its first use: a row of small documents, compared with the reference, gradients too.
 
-There are more builds of flash attention than anybody has tested: packages for another GPU, nightlies, backends whose
-window is one token wider, derivatives that ignore an argument. Each of them would train without an error. So every kind
-of call is tried once per process, and a kernel that is wrong, or leaks, is not used.
-
-The row has what rows of a model have, and random numbers have not: outliers, large norms, keys that are all equal,
-constant rows, and documents that end inside a tile. FlashAttention 4 was wrong only where a value was an outlier
-(TransformerEngine#3216). It is computed twice, with other memory and other places of the documents: what a kernel keeps
-from its first call must not reach the second.
-
-Tokens are compared one by one, in each head. Late tokens are averages of many values, so they are small beside the
-first ones, and a kernel that is wrong for all of them would be close to the reference by the largest value.
+There are more builds of flash attention than anybody has tested: packages for another GPU, nightlies, windows one token
+wider, derivatives that ignore an argument. Each would train without an error, so every kind of call is tried once.
 """
 
 from __future__ import annotations
@@ -30,40 +21,32 @@ from .reference import Reference
 if TYPE_CHECKING:  # the rows are made in a trial, and every process pays for an import
     from .trial_rows import Call, Row
 
+# The largest allowed error of a token in a head, relative to the length of the vector. It covers the dtype's rounding;
+# for float32 that of TF32, which a user may have enabled. ``tests/kernels/test_planted_faults.py`` has the faults that
+# it tells from rounding, and right kernels that round as those on a GPU do.
 BOUNDS = {torch.float16: 1e-2, torch.bfloat16: 3e-2, torch.float32: 2e-2}
-"""Largest allowed error of a token in a head, relative to the length of the vector. It covers the dtype's rounding; for
-float32 that of TF32, which a user may have enabled. ``tests/kernels/test_planted_faults.py`` has the
-faults that it tells from rounding, and right kernels that round as those on a GPU do."""
 
+# Four times the distance of 1 and the next number, which for float32 is TF32's.
 ROUNDING = {torch.float16: 2**-8, torch.bfloat16: 2**-5, torch.float32: 2**-8}
-"""Four times the distance of 1 and the next number, which for float32 is TF32's."""
 
+# A vector's length counts as no less than that of its neighbours up to so many tokens away: a sum of random vectors is
+# small now and then, and its rounding is not.
 NEAR = 4
-"""A vector's length counts as no less than that of its neighbours up to so many tokens away: a sum of random vectors is
-small now and then, and its rounding is not."""
 
 
 def passes_trial(kernel: Kernel, asked: Asked, device: torch.device) -> tuple[bool, str]:
-    """Whether a kernel agrees with the reference, and the reason if not. Each kind of call is tried once.
-
-    A build that is known to be bad (:mod:`.known_bad`) is not tried. Dropout is not tried, because every kernel drops
-    other weights. A kernel with a backward is always tried with gradients.
-
-    Raises:
-        Exception: an error that is no verdict (:func:`~fa2patch._torch.is_no_verdict`). It is not remembered.
-    """
     if type(kernel) is Reference:
         return True, ""
     if kernel.BACKWARD:
         asked = asked._replace(gradients=True)
     index = torch.cuda.current_device() if device.type == "cuda" and device.index is None else device.index
+    # Dropout is not tried, because every kernel drops other weights.
     features = tuple(name for name in asked.features if name != "dropout")
     return _tried(kernel, asked._replace(features=features), torch.device(device.type, index))
 
 
 @cache
 def _tried(kernel: Kernel, asked: Asked, device: torch.device) -> tuple[bool, str]:
-    """The verdict about a kind of call. A build that fails with v's own head dimension gets another try with q's."""
     from .known_bad import known_bad  # a table that only a machine with other kernels needs
 
     reason = known_bad(kernel, asked)
@@ -71,6 +54,7 @@ def _tried(kernel: Kernel, asked: Asked, device: torch.device) -> tuple[bool, st
         return False, reason
     able, reason = _verdict(kernel, asked, device)
     dim, value_dim = kernel.padded(asked.head_dim, asked.value_dim)
+    # A build that fails with v's own head dimension gets another try with q's.
     if not able and dim != value_dim and kernel.MULTIPLE > 1:
         kernel.alike |= {(asked.head_dim, asked.value_dim)}
         able, reason = _verdict(kernel, asked, device)
@@ -98,6 +82,7 @@ def _compared(kernel: Kernel, asked: Asked, device: torch.device) -> tuple[bool,
     bound, rounding = BOUNDS.get(asked.dtype, 1e-6), ROUNDING.get(asked.dtype, 1e-6)
     sizes = _sizes(truth, right, options, rounding / bound)
     names = ("outputs", "gradients of q", "gradients of k", "gradients of v")
+    # What a kernel keeps from its first call must not reach the second, which has other memory.
     for number, call in enumerate(calls(row, options, exact)):
         again = " in a second call" if number else ""
         found = _computed(kernel, call, asked.dtype, asked.gradients)
@@ -113,7 +98,6 @@ def _compared(kernel: Kernel, asked: Asked, device: torch.device) -> tuple[bool,
 
 
 def _computed(by: Kernel, call: Call, dtype: torch.dtype, gradients: bool) -> list[torch.Tensor]:
-    """The output and, if asked, the gradients of q, k, v and of sinks."""
     row, options = call.row, call.options
     leaves = [x.detach().requires_grad_() for x in row.states]
     if options.sinks is not None:
@@ -124,11 +108,9 @@ def _computed(by: Kernel, call: Call, dtype: torch.dtype, gradients: bool) -> li
 
 
 def _sizes(truth: list[torch.Tensor], row: Row, options: Options, rounded: float) -> list[torch.Tensor]:
-    """What the errors of each token and head are relative to: four tensors ``[tokens, heads]``, or one of the output.
-
-    It is the length of the vector, or of its neighbours'. For gradients of q and k it is more by the share ``rounded``
-    of :func:`_of_rounding`: where one key has nearly all the weight, the gradients are small and their rounding is not.
-    """
+    # Errors are relative to the length of each token's vector in a head, ``[tokens, heads]``. Late tokens are averages
+    # of many values, so they are small beside the first ones: relative to the largest value, a kernel that is wrong for
+    # all of them would be close to the reference.
     cu, tokens = row.documents.cu_seqlens, row.direction.shape[0]
     document, token = document_of(cu, tokens), torch.arange(tokens, device=cu.device)
     near = (document[:, None] == document) & ((token[:, None] - token).abs() <= NEAR)
@@ -136,17 +118,16 @@ def _sizes(truth: list[torch.Tensor], row: Row, options: Options, rounded: float
     least = 1e-30
     squares = [mean @ x.detach().square().sum(-1) + least for x in truth[:4]]
     if len(truth) > 1:
+        # Where one key has nearly all the weight, gradients of q and k are small and their rounding is not.
         for at, rounding in enumerate(_of_rounding(truth[0], row, options), 1):
             squares[at] = squares[at] + rounded**2 * (mean @ rounding.square().sum(-1))
     return [square.sqrt() for square in squares]
 
 
 def _of_rounding(output: torch.Tensor, row: Row, options: Options) -> tuple[torch.Tensor, torch.Tensor]:
-    """What gradients of q and k would be of the output's rounding alone, if each number were off by all of itself.
-
-    A kernel's backward takes the sum of gradient times output from each query's weights (FlashAttention-2, arXiv
-    2307.08691, algorithm 2, line 4), so it takes a wrong sum where the output was rounded. Signs are random.
-    """
+    # The gradients of q and k of the output's rounding alone, if each number were off by all of itself, with random
+    # signs. A backward subtracts the sum of gradient times output from the gradients of each query's weights
+    # (FlashAttention-2, arXiv 2307.08691, algorithm 2, line 4). This sum is wrong where the output was rounded.
     q, k, _ = row.states
     size = (output.detach() * row.direction).square().sum(-1, keepdim=True).sqrt()
     sign = torch.randint(2, size.shape, generator=torch.Generator().manual_seed(1)).to(size) * 2 - 1
@@ -158,7 +139,6 @@ def _of_rounding(output: torch.Tensor, row: Row, options: Options) -> tuple[torc
 
 
 def _largest(found: torch.Tensor, truth: torch.Tensor, size: torch.Tensor) -> float:
-    """The largest error of a vector, relative to its size; infinite if one is no number, or if shapes differ."""
     if found.shape != truth.shape:
         return float("inf")
     lengths = (found.detach().to(truth.dtype) - truth.detach()).square().sum(-1).sqrt()

@@ -15,44 +15,37 @@ import torch
 from ..documents.boundaries import Boundaries
 from .protocol import Asked, Options
 
+# One token; less than a block of keys; one block; more than a block, and not a multiple of one; then a document with
+# outliers, one of constant rows, one of equal keys; and one of several blocks of queries.
 LENGTHS = (1, 70, 5, 133, 64, 97, 40, 50, 290)
-"""Document lengths: one token; less than a block of keys; one block; more than a block, and not a multiple of one;
-then a document with outliers, one of constant rows, one of equal keys; and one of several blocks of queries."""
 
+# The numbers of the documents that are like activations. FlashAttention 4 was wrong only where a value was an outlier
+# (TransformerEngine#3216).
 OUTLIERS, CONSTANT, EQUAL = 5, 6, 7
-"""The numbers of the documents that are like activations."""
 
+# The documents as segments of a tree, if the call has one: roots alone, and roots with one and two levels below.
 PARENTS = (-1, -1, 1, 1, 3, 3, -1, 6, -1)
-"""The documents as segments of a tree, if the call has one: roots alone, and roots with one and two levels below."""
 
+# The spans of the documents, if the call has some, as ``(first token, token behind the last)``: at a document's
+# beginning, inside one, two side by side, a whole document, and at a document's end. None is longer than the window.
 SPANS = ((1, 10), (30, 39), (39, 46), (71, 76), (200, 209), (264, 273), (290, 299), (372, 381))
-"""The spans of the documents, if the call has some, as ``(first token, token behind the last)``: at a document's
-beginning, inside one, two side by side, a whole document, and at a document's end. None is longer than the window."""
 
+# The scale is relative to the usual one, so that a kernel that ignores the argument fails. The slopes are small, so
+# that the keys at a window's edge still have a weight.
 WINDOW, SOFTCAP, SCALE, SLOPE = 9, 2.0, 0.7, 0.3
-"""The scale is relative to the usual one, so that a kernel that ignores the argument fails. The slopes are small, so
-that the keys at a window's edge still have a weight."""
 
+# The logits of the document of constant rows, about. ``exp`` of it is no number in float32.
 LOGIT = 120.0
-"""The logits of the document of constant rows, about. ``exp`` of it is no number in float32."""
 
 
 class Row(NamedTuple):
-    """What a kernel is handed besides its options.
-
-    Attributes:
-        states: q, k and v ``[tokens, heads, dim]``.
-        direction: the gradient of the output, ``[tokens, query heads, value dim]``.
-        documents: the boundaries.
-    """
-
-    states: tuple[torch.Tensor, ...]
-    direction: torch.Tensor
+    states: tuple[torch.Tensor, ...]  # q, k and v ``[tokens, heads, dim]``
+    direction: torch.Tensor  # the gradient of the output, ``[tokens, query heads, value dim]``
     documents: Boundaries
 
 
 def trial_row(asked: Asked, drawn: torch.Generator, device: torch.device) -> Row:
-    """The documents, of random numbers with outliers, equal keys and constant rows. Their values fit float16."""
+    # The values fit float16.
     tokens, starts = sum(LENGTHS), [sum(LENGTHS[:at]) for at in range(len(LENGTHS))]
     sizes = ((asked.heads, asked.head_dim), (asked.key_heads, asked.head_dim), (asked.key_heads, asked.value_dim))
     q, k, v = (1.5 * torch.randn((tokens, *size), generator=drawn) for size in sizes)
@@ -77,10 +70,9 @@ def trial_row(asked: Asked, drawn: torch.Generator, device: torch.device) -> Row
 
 
 def options_of(asked: Asked, drawn: torch.Generator, device: torch.device) -> Options:
-    """The options of the call. Sinks are in the dtype of q, so that they have the same values in each dtype."""
     sinks = 2 * torch.randn(asked.heads, generator=drawn)
     sinks[0] += 5  # so that it has a weight beside many keys
-    sinks = sinks.to(device, asked.dtype)
+    sinks = sinks.to(device, asked.dtype)  # of q's dtype, so that each dtype has the same values
     slopes = SLOPE * torch.rand(asked.heads, generator=drawn)
     return Options(
         scale=SCALE * asked.head_dim**-0.5,
@@ -93,31 +85,20 @@ def options_of(asked: Asked, drawn: torch.Generator, device: torch.device) -> Op
 
 
 class Call(NamedTuple):
-    """One call of a kernel in its trial.
-
-    Attributes:
-        row: what it is handed.
-        options: its options.
-        order: int64 ``[tokens]``, which token of :func:`trial_row` each token is.
-    """
-
     row: Row
     options: Options
-    order: torch.Tensor
+    order: torch.Tensor  # int64 ``[tokens]``, which token of trial_row each token is
 
 
 def calls(row: Row, options: Options, exact: torch.dtype) -> Iterator[Call]:
-    """The calls of the kernel, in memory as models have it.
-
-    In the first call q and k have the heads before the tokens, as rotary embeddings leave them, and v is a part of a
-    projection. In the second call all three are parts of one, the documents are in the opposite order unless a tree or
-    spans say where they are, sinks are in float32, and the longest length is an upper bound.
-    """
     documents, device = row.documents, row.direction.device
     tokens = torch.arange(row.direction.shape[0], device=device)
     q, k, v = row.states
+    # Rotary embeddings leave q and k with the heads before the tokens, and v is a part of a projection.
     heads_first = (x.transpose(0, 1).contiguous().transpose(0, 1) for x in (q, k))
     yield Call(Row((*heads_first, _parts(k, v)[1]), _parts(row.direction)[0], documents), options, tokens)
+    # Now all three are parts of one projection, the longest length is an upper bound, sinks are in float32, and the
+    # documents are in the opposite order unless a tree or spans say where they are.
     bound = replace(documents, max_seqlen=2 * documents.max_seqlen, made={})
     if documents.parents is None and documents.until is None:
         tokens = torch.cat(torch.split(tokens, list(documents.lengths))[::-1])
@@ -130,7 +111,7 @@ def calls(row: Row, options: Options, exact: torch.dtype) -> Iterator[Call]:
 
 
 def _parts(*states: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The states ``[tokens, heads, dim]`` as parts of one tensor ``[tokens, width]``, which has a little more."""
+    # Parts of one tensor ``[tokens, width]``, which has a little more.
     width = [x[0].numel() for x in states]
     whole = torch.cat([*(x.flatten(1) for x in states), states[0].flatten(1)], 1)
     return tuple(part.view(x.shape) for part, x in zip(torch.split(whole, [*width, width[0]], 1), states))

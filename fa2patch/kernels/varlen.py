@@ -22,6 +22,7 @@ from ..documents.boundaries import Boundaries
 from ..errors import NothingProven
 from .protocol import IN_32_BITS, Kernel, Options, capability
 
+# The names that the parameter for a feature has in different builds.
 PARAMETERS = {
     "window": ("window_size",),
     "softcap": ("softcap", "logits_soft_cap"),
@@ -30,49 +31,34 @@ PARAMETERS = {
     "dropout": ("dropout_p",),
     "deterministic": ("deterministic",),
 }
-"""Maps each feature to the names that its parameter has in different builds."""
 
 
 class EntryPoint(NamedTuple):
-    """The entry point of a build.
-
-    Attributes:
-        function: ``flash_attn_varlen_func``, or None if there is none.
-        parameters: the names of its parameters.
-        reason: why there is none; empty if there is one.
-    """
-
     function: Callable[..., Any] | None
-    parameters: frozenset[str] = frozenset()
-    reason: str = ""
+    parameters: frozenset[str] = frozenset()  # the names of the function's parameters
+    reason: str = ""  # why there is no function
 
     @classmethod
     def of(cls, module: Any) -> EntryPoint:
-        """The entry point of an imported module. AttributeError says that it has none."""
+        # An AttributeError says that the module has no entry point.
         function = module.flash_attn_varlen_func
         return cls(function, frozenset(inspect.signature(function).parameters))
 
     def name_of(self, feature: str) -> str | None:
-        """The parameter for a feature in :data:`PARAMETERS`; None if this build has none."""
         return next((name for name in PARAMETERS[feature] if name in self.parameters), None)
 
 
+# By the source of a build. torch.compile reads a dictionary, but would trace into ``cache``.
 entry_points: dict[str, EntryPoint] = {}
-"""What was found, by its source. torch.compile reads a dictionary, but would trace into ``cache``."""
 
 
 class VarlenFunc(Kernel):
-    """Base class of kernels that call ``flash_attn_varlen_func``. ``cu_seqlens`` are neither read nor copied.
+    """Base class of kernels that call ``flash_attn_varlen_func``. ``cu_seqlens`` are neither read nor copied."""
 
-    Attributes:
-        source: where the build is from: the module that holds the entry point.
-    """
-
-    source: str
+    source: str  # the module that holds the entry point
     LARGEST = IN_32_BITS
 
     def find(self) -> EntryPoint:
-        """Import the module and find its entry point."""
         try:
             if importlib.util.find_spec(self.source) is None:
                 return EntryPoint(None, reason=f"the package {self.source} is not installed")
@@ -87,7 +73,7 @@ class VarlenFunc(Kernel):
             return EntryPoint(None, reason=reason)
 
     def found(self) -> EntryPoint:
-        """What :meth:`find` returned the first time. Exceptions are not kept, so the next call tries again."""
+        # Exceptions are not kept, so the next call tries again.
         if self.source not in entry_points:
             entry_points[self.source] = self.find()
         return entry_points[self.source]
@@ -97,7 +83,7 @@ class VarlenFunc(Kernel):
         return found.function is not None, found.reason
 
     def features(self) -> frozenset[str]:
-        """The features that the entry point has a parameter for; trees and spans, as it takes keys of other lengths."""
+        # Trees and spans are always there, because the entry point takes keys of other lengths.
         return frozenset({"trees", "spans", *(feature for feature in PARAMETERS if self.found().name_of(feature))})
 
     def attend(
@@ -130,7 +116,7 @@ class VarlenFunc(Kernel):
 
 
 class FlashAttn(VarlenFunc):
-    """FlashAttention 2. Its signature shows what older versions lack: windows before 2.3, softcap before 2.6."""
+    # The signature shows what older versions lack: windows before 2.3, softcap before 2.6.
 
     name = "flash_attn"
     what = "FlashAttention 2"
@@ -141,7 +127,7 @@ class FlashAttn(VarlenFunc):
 
 
 class FlashAttn3(VarlenFunc):
-    """FlashAttention 3, for Hopper, built from flash-attention's ``hopper`` folder. It has no dropout and no alibi."""
+    # It is for Hopper, built from flash-attention's ``hopper`` folder. It has no dropout and no ALiBi.
 
     name = "flash_attn_3"
     what = "FlashAttention 3"
@@ -152,16 +138,13 @@ class FlashAttn3(VarlenFunc):
     FEATURES = frozenset({"window", "softcap", "deterministic", "trees", "spans"})
 
     def takes(self, head_dim: int, value_dim: int) -> bool:
-        """As in hopper/flash_api.cpp: MLA's dimensions, and small ones of q with v's up to those of the backward."""
+        # As in hopper/flash_api.cpp: MLA's dimensions, and small ones of q with v's up to those of the backward.
         return (128 < head_dim <= 192 and 96 < value_dim <= 128) or (head_dim <= 64 and value_dim <= 256)
 
 
 class FlashAttn4(VarlenFunc):
-    """FlashAttention 4, for Hopper and Blackwell, written in CuTe's Python and compiled at first use. Pre-release only.
-
-    It has attention sinks, but no dropout or alibi. On Hopper FlashAttention 3 and 2 come before it as long as it is a
-    pre-release.
-    """
+    # It is for Hopper and Blackwell, written in CuTe's Python and compiled at first use. It has no dropout and no
+    # ALiBi. As long as it is a pre-release, FlashAttention 3 and 2 come before it on Hopper.
 
     name = "flash_attn_4"
     what = "FlashAttention 4"
@@ -173,14 +156,12 @@ class FlashAttn4(VarlenFunc):
     FEATURES = frozenset({"window", "softcap", "sinks", "deterministic", "trees", "spans"})
 
     def padded(self, head_dim: int, value_dim: int) -> tuple[int, int]:
-        """MLA's dimensions, or one for all: gradients of other values were wrong on Blackwell (flash-attention#2552).
-
-        Blackwell has no other between 128 and 256 (``_validate_head_dims`` in its interface.py).
-        """
+        # MLA's dimensions, or one for all: gradients of other values were wrong on Blackwell (flash-attention#2552).
         dims = self.rounded(head_dim), self.rounded(value_dim)
         if dims == (192, 128) and (head_dim, value_dim) not in self.alike:
             return dims
         largest = max(dims)
+        # Blackwell has no other between 128 and 256 (``_validate_head_dims`` in its interface.py).
         here = capability() if 128 < largest < 256 else None
         return (256, 256) if here is not None and here[0] in (10, 11) else (largest, largest)
 
@@ -189,22 +170,14 @@ _REPOSITORY = re.compile(r"\w[\w.-]*/\w[\w.-]*(@.+)?")
 
 
 class Hub(VarlenFunc):
-    """A build from the Hugging Face kernels hub (the package ``kernels``), or a local build for it.
-
-    ``auto`` does not use it, because it downloads and runs code. Its names are ``"hub"``, ``"hub:org/name"``,
-    ``"hub:org/name@revision"``, ``"hub:/a/local/folder"`` and ``"hub:./a/local/folder"``. Only what begins like a path
-    is one: a folder ``org/name`` in the working directory must not take the place of the repository. ``DEVICES`` is
-    None, because the device types depend on the build.
-
-    Attributes:
-        source: ``"org/name"``, ``"org/name@revision"``, or a folder that begins with ``/`` or ``./``.
-    """
+    # ``auto`` does not use it, because it downloads and runs code. Its names are ``hub``, ``hub:org/name``,
+    # ``hub:org/name@revision``, ``hub:/a/local/folder`` and ``hub:./a/local/folder``.
 
     name = "hub"
     what = "a build of the Hugging Face kernels hub"
     needs = "pip install kernels; kernel='hub:org/name' downloads it"
-    source = "kernels-community/flash-attn2"
-    DEVICES = None
+    source = "kernels-community/flash-attn2"  # or ``org/name@revision``, or a folder
+    DEVICES = None  # the device types depend on the build
     FEATURES = frozenset({"window", "softcap", "sinks", "alibi", "dropout", "deterministic", "trees", "spans"})
 
     def __init__(self, source: str = "") -> None:
@@ -212,7 +185,7 @@ class Hub(VarlenFunc):
             self.source, self.name = source, f"hub:{source}"
 
     def found(self) -> EntryPoint:
-        """The entry point of the build, which the first call downloads. A failure to do so is not kept."""
+        # The first call downloads the build. A failure to do so is not kept.
         try:
             return super().found()
         except Exception as error:  # no network, no such repository, no build for this torch, a broken one
@@ -225,6 +198,8 @@ class Hub(VarlenFunc):
     def find(self) -> EntryPoint:
         if importlib.util.find_spec("kernels") is None:
             return EntryPoint(None, reason="the package kernels is not installed")
+        # Only what begins like a path is one: a folder ``org/name`` in the working directory must not take the place of
+        # the repository.
         if Path(self.source).is_absolute() or self.source.startswith("./"):
             return _for_this_card(_in_folder(Path(self.source)))
         if not _REPOSITORY.fullmatch(self.source):
@@ -243,12 +218,9 @@ def _no_build(source: str, error: FileNotFoundError) -> str:
 
 
 def _for_this_card(module: Any) -> EntryPoint:
-    """The entry point of a build of the hub, if it has code for this card.
-
-    Without such code it may end the process at its first call, and no trial could tell (huggingface/kernels#707).
-    The build's ``metadata.json`` says what it has code for, under ``backend.archs``. A build that does not say so is
-    tried from compute capability 8.0 on, which all flash attention needs.
-    """
+    # Without code for this card, a build may end the process at its first call, and no trial could tell
+    # (huggingface/kernels#707). A build that does not say what it has code for is tried from compute capability 8.0 on,
+    # which all flash attention needs.
     found, here = EntryPoint.of(module), capability()
     if here is None:
         return found
@@ -260,7 +232,7 @@ def _for_this_card(module: Any) -> EntryPoint:
 
 
 def _codes(module: Any) -> list[str]:
-    """The compute capabilities that a build says it has code for, such as ``9.0a`` or ``12.0+PTX``."""
+    # A build says it in its ``metadata.json``, under ``backend.archs``, such as ``9.0a`` or ``12.0+PTX``.
     places = Path(getattr(module, "__file__", None) or "/nowhere").parents
     for file in (place / "metadata.json" for place in places[:2]):
         if file.exists():
@@ -270,11 +242,8 @@ def _codes(module: Any) -> list[str]:
 
 
 def _runs_on(code: str, here: tuple[int, int]) -> bool:
-    """Whether code for a compute capability runs on a card.
-
-    It does on later ones of its major number; with ``a`` at its end on none but its own; as PTX on all later ones
-    (CUDA C++ Programming Guide, "Compute Capability").
-    """
+    # Code runs on later cards of its major number; with ``a`` at its end on none but its own; as PTX on all later ones
+    # (CUDA C++ Programming Guide, "Compute Capability").
     said = re.fullmatch(r"(\d+)\.(\d+)([af]?)(\+PTX)?", code)
     if said is None:
         return True  # what it means is not known here, and the trial decides
@@ -285,7 +254,7 @@ def _runs_on(code: str, here: tuple[int, int]) -> bool:
 
 
 def _in_folder(folder: Path) -> object:
-    """The build in a local folder. It is not said that code may be trusted which the folder wants from the hub."""
+    # Code that the folder wants from the hub is not declared as trusted.
     load = importlib.import_module("kernels").get_local_kernel
     if "package_name" in inspect.signature(load).parameters:  # by the version of kernels
         return load(folder, package_name=folder.name.replace("-", "_"))

@@ -22,46 +22,31 @@ from ..upstream.ulysses import row_part
 from . import head_calls
 from .rows import Layout, packed_row, read_rows, shared_prefixes, unshared
 
+# The lock is held while a head is tried: no other thread may use what is still to be found.
 _lock = threading.RLock()
-"""Held while a head is tried, so that no other thread uses what is still to be found."""
 
 
 class Padding(NamedTuple):
-    """What is known of a batch's padding: whether there is any on the left and on the right, and who predicts labels.
-
-    Attributes:
-        left, right: whether a row has padding on that side.
-        predicts: whether a token of padding predicts a label.
-    """
-
-    left: bool
+    left: bool  # whether any row has padding on that side
     right: bool
-    predicts: bool
+    predicts: bool  # whether a token of padding predicts a label
 
 
 class _OneRow(NamedTuple):
-    """A padded batch as one packed row: its arguments, where its tokens are, bool ``[batch, length]``, and padding."""
-
     call: Call
     layout: Layout
-    real: torch.Tensor
+    real: torch.Tensor  # bool [batch, length]
     padding: Padding
 
 
 class _AsItCame(Exception):
-    """A batch is computed with its padding. The text says why, and is empty for a batch without padding."""
+    # The batch is computed with its padding. The text says why, and is empty for a batch without padding.
+    pass
 
 
 class PaddedBatches:
-    """Makes a patched model compute padded batches packed, until ``remove()`` is called or the ``with`` block ends.
-
-    The model's replaced forward calls :meth:`computed`. Forward hooks would not do: sentence-transformers calls
-    ``model.forward(...)``, which runs none.
-
-    Args:
-        base: The inner model that loops over the layers.
-        share_prompts: Whether equal prefixes of rows are computed once.
-    """
+    # The model's replaced forward calls `computed`. Forward hooks would not do: sentence-transformers calls
+    # model.forward(...), which runs none.
 
     def __init__(self, base: torch.nn.Module, share_prompts: bool = False) -> None:
         self.base, self.share_prompts = base, share_prompts
@@ -75,22 +60,14 @@ class PaddedBatches:
             outermost.__dict__[PADDING] = head_calls.Around()
 
     def remove(self) -> None:
-        """Let padded batches be computed padded again. The model must still be patched."""
-        if self.base.__dict__.get(PADDING) is self:
+        if self.base.__dict__.get(PADDING) is self:  # the model must still be patched
             self.base.__dict__[MARK].model.__dict__.pop(PADDING, None)
             self.base.__dict__.pop(PADDING, None)
 
     def computed(
         self, forward: Callable[[Any, Args, Call], Any], module: Any, args: Args, kwargs: Call, names: Sequence[str]
     ) -> Any:
-        """Compute a batch: a padded one as one packed row, whose outputs are padded, and any other one as it is.
-
-        Args:
-            forward: The patched forward, as a function of the model and its arguments.
-            module: The base model or, in data parallelism, a replica of it.
-            args, kwargs: The arguments of the call.
-            names: The names of positional arguments.
-        """
+        # `module` is the base model or, in data parallelism, a replica of it.
         if len(args) > len(names):
             return forward(module, args, kwargs)
         if compiling():
@@ -121,7 +98,6 @@ class PaddedBatches:
         return output
 
     def _one_row(self, module: Any, call: Call, head: head_calls.HeadCall | None) -> _OneRow | str:
-        """A batch as one row, or why it is computed as it came."""
         try:
             row = _as_one_row(module, call, self.share_prompts, head)
             if head is not None:
@@ -133,12 +109,9 @@ class PaddedBatches:
         return row
 
     def _require_unread(self, row: _OneRow, head: head_calls.HeadCall) -> None:
-        """Require that the head around the base model reads no hidden states of padding.
-
-        That is tried with the first batch of a kind, and with batches 2, 4, 8, ... of it. Arguments, modes and padding
-        make a kind: with ``start_positions``, for example, a head computes a loss over the row. Where it cannot be
-        tried, labels that padding predicts decide.
-        """
+        # Whether the head reads hidden states of padding is tried with the first batch of a kind, and with batches 2,
+        # 4, 8, ... of it. With start_positions, for example, a head computes a loss over the row. Where no trial is
+        # possible, labels that padding predicts decide.
         if head.tried:
             head.real = row.real
             return
@@ -163,7 +136,6 @@ class PaddedBatches:
         raise _AsItCame(f"{name} reads hidden states of padding, and a packed row has none")
 
     def _warn(self, why: str) -> None:
-        """Warn the first time that there is this reason."""
         if why and why not in self._warned:
             self._warned.add(why)
             warnings.warn(
@@ -181,7 +153,6 @@ class PaddedBatches:
 
 
 def _as_one_row(base: Any, call: Call, share: bool, head: head_calls.HeadCall | None) -> _OneRow:
-    """A padded batch as one packed row, with one read from the device."""
     patch: Patched | None = base.__dict__.get(MARK)
     if patch is None:
         raise _AsItCame
@@ -199,7 +170,7 @@ def _as_one_row(base: Any, call: Call, share: bool, head: head_calls.HeadCall | 
     predicts = head_calls.padding_predicts(head, real) if head is not None else no
     otherwise = _counted_otherwise(call, real, first) if given is None and first else no
     compared = _to_compare(call, mask.shape) if share and may_share(patch.facts) else []
-    rows = read_rows(mask, given, compared, [predicts, otherwise])
+    rows = read_rows(mask, given, compared, [predicts, otherwise])  # the only read from the device
     if rows is None:
         raise _AsItCame("each row of its mask must be zeros around one run of ones, on which its position ids count up")
     if rows.lengths.max() == 1:  # then outputs with one entry per row look like those per token
@@ -228,7 +199,6 @@ def _as_one_row(base: Any, call: Call, share: bool, head: head_calls.HeadCall | 
 
 
 def _exceeds(base: Any, call: Call) -> bool:
-    """Whether a call may be of a padded batch with more tokens than the model's budget."""
     patch: Patched | None = base.__dict__.get(MARK)
     tokens = next(iter(passed(call, TOKENS).values()), None)
     if patch is None or patch.budget is None or tokens is None:
@@ -237,7 +207,7 @@ def _exceeds(base: Any, call: Call) -> bool:
 
 
 def _with_mask(call: Call) -> Call:
-    """A call of rows without padding and without a mask with a mask of ones, so that they can be computed in passes."""
+    # Rows without padding and without a mask are computed in passes, too. They get a mask of ones.
     tokens = next(iter(passed(call, TOKENS).values()), None)
     if tokens is None or passed(call, ("attention_mask", "position_ids")) or tokens.dim() < 2:
         return call
@@ -245,7 +215,7 @@ def _with_mask(call: Call) -> Call:
 
 
 def _may_be_padded(call: Call) -> bool:
-    """Whether a call has a mask, no cache and no boundaries of its own. No value is looked at."""
+    # No value is looked at, so nothing is read from the device.
     piece = getattr(call.get("position_ids"), attached.MASK, None)
     packed = passed(call, LENGTHS) or (piece is not None and piece.content is not None)
     decodes = call.get("cache_position") is not None and call.get("use_cache") is not False
@@ -254,7 +224,6 @@ def _may_be_padded(call: Call) -> bool:
 
 
 def _require_readable(call: Call) -> None:
-    """Require a mask and position ids ``[batch, length]``, and nothing that a packed row cannot have."""
     mask, given = call["attention_mask"], call.get("position_ids")
     if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
         found = f"has {mask.dim()} dimensions" if isinstance(mask, torch.Tensor) else f"is a {type(mask).__name__}"
@@ -277,10 +246,8 @@ def _require_readable(call: Call) -> None:
 
 
 def _for_each_row(call: Call, shape: torch.Size) -> Call:
-    """A call with tensors ``[1, length, ...]``, which are given once for all rows, as ``[batch, length, ...]``.
-
-    A packed row has other numbers of rows and tokens, so other tensors that are broadcast over these are refused.
-    """
+    # A tensor [1, length, ...] is given once for all rows. A packed row has other numbers of rows and tokens, so other
+    # tensors that are broadcast over these are refused.
     found: Call = {}
     for name, value in call.items():
         if isinstance(value, torch.Tensor) and value.dim() > 1 and tuple(value.shape[:2]) == (1, shape[1]):
@@ -293,7 +260,6 @@ def _for_each_row(call: Call, shape: torch.Size) -> Call:
 
 
 def _require_no_first_token(base: Any, facts: Facts, call: Call) -> None:
-    """Require that a call that is padded on the left counts no padding, and that nothing reads a row's first token."""
     by_column = facts.by_column
     if facts.first_position and call.get("input_ids") is None:  # RoBERTa counts ids, if it has any
         by_column = True
@@ -304,10 +270,7 @@ def _require_no_first_token(base: Any, facts: Facts, call: Call) -> None:
 
 
 def _counted_otherwise(call: Call, real: torch.Tensor, first: int) -> torch.Tensor:
-    """Whether a model that counts positions from ids counts a real token otherwise than by its place in its row.
-
-    RoBERTa and its kin count the ids that are not padding's, which may be a real token's, too.
-    """
+    # RoBERTa and its kin count the ids that are not padding's, which may be a real token's, too.
     ids = call.get("input_ids")
     if ids is None:
         return real.new_zeros(())
@@ -316,13 +279,7 @@ def _counted_otherwise(call: Call, real: torch.Tensor, first: int) -> torch.Tens
     return differ.any()
 
 
-def may_share(facts: Facts, lengths: NDArray[Any] | None = None) -> bool:
-    """Whether a model's rows may share the tokens in which they begin.
-
-    Args:
-        facts: what is known of the model.
-        lengths: the rows' numbers of tokens; None if they are not known yet.
-    """
+def may_share(facts: Facts, lengths: NDArray[Any] | None = None) -> bool:  # lengths: of the rows, once known
     if facts.both_ways:  # a shared token would have to see several rows' later tokens
         return False
     if lengths is None or facts.rope is None or facts.rope.kind != "longrope":
@@ -331,7 +288,7 @@ def may_share(facts: Facts, lengths: NDArray[Any] | None = None) -> bool:
 
 
 def _to_compare(call: Call, shape: torch.Size) -> list[torch.Tensor]:
-    """The arguments ``[batch, length]`` in which rows that share a token must be equal; none if rows cannot share."""
+    # Rows that share a token must be equal in all of these arguments. There are none if rows cannot share.
     found = [value for value in call.values() if _per_token(value, shape)]
     numbers = all(value.dim() == 2 and not value.is_floating_point() for value in found)
     return found if numbers and call.get("input_ids") is not None and shape[0] > 1 else []
@@ -342,7 +299,7 @@ def _per_token(value: Any, shape: torch.Size) -> bool:
 
 
 def _pools_rows(output: Any, rows: int) -> bool:
-    """Whether a base model made a vector of the packed row: its trait has taken that out, or it is in a tuple."""
+    # The base model has made a vector of the packed row. Its trait has taken that out, or it is in a tuple.
     if not isinstance(output, tuple):
         return "pooler_output" in output and output["pooler_output"] is None
     return rows > 1 and any(isinstance(each, torch.Tensor) and each.dim() == 2 and len(each) == 1 for each in output)

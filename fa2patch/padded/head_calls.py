@@ -1,9 +1,8 @@
 """Whether the head around a base model reads hidden states of padding, which nobody computes in a packed row.
 
-A head is known by what it does: its model is run with zeros in the place of these hidden states and with random
-numbers. If a loss or an output of real tokens differs, padding is read. NaN would not do: a mask that is multiplied
-makes NaN of it, and 0 of a number. What a batch asks for (its arguments, labels on padding, padding on the left)
-decides whether padding is read, so each kind of batch is tried.
+Its model is run with zeros in the place of these hidden states and with random numbers. If a loss or an output of real
+tokens differs, padding is read. What a batch asks for (its arguments, labels on padding, padding on the left) decides
+whether padding is read, so each kind of batch is tried.
 """
 
 from __future__ import annotations
@@ -30,34 +29,22 @@ from ..upstream.step import MARK, ROLE
 
 @dataclass(eq=False)
 class HeadCall:
-    """A call of the outermost model, while it is computed.
-
-    Attributes:
-        module: the model.
-        args, kwargs: its arguments.
-        names: the names of positional arguments.
-        tried: whether this is one of the runs that find out what the head reads.
-        noise: whether hidden states of padding are random numbers in this run.
-        real: bool ``[batch, length]``, the real tokens, once the base model has computed them packed.
-    """
+    """A call of the outermost model, while it is computed."""
 
     module: Model
     args: Args
     kwargs: Call
-    names: list[str]
-    tried: bool = False
-    noise: bool = False
-    real: torch.Tensor | None = None
+    names: list[str]  # of positional arguments
+    tried: bool = False  # whether this is one of the runs that find out what the head reads
+    noise: bool = False  # whether hidden states of padding are random numbers in this run
+    real: torch.Tensor | None = None  # bool [batch, length], once the base model has computed them packed
 
     @property
     def call(self) -> Call:
-        """The arguments by name."""
         return {**dict(zip(self.names, self.args)), **self.kwargs}
 
 
-class _Calls(threading.local):
-    """The calls of outermost models that this thread is computing. They carry no boundaries."""
-
+class _Calls(threading.local):  # calls of outermost models, which carry no boundaries
     def __init__(self) -> None:
         self.calls: list[HeadCall] = []
 
@@ -66,12 +53,11 @@ _running = _Calls()
 
 
 class Around:
-    """Lets a base model know that its padded batch came through the outermost model. It has no state to copy."""
+    # It tells the base model that a padded batch came through the outermost model. It has no state to copy.
 
     def computed(
         self, forward: Callable[[Any, Args, Call], Any], module: Any, args: Args, kwargs: Call, names: list[str]
     ) -> Any:
-        """Compute a batch. The arguments are those of :meth:`fa2patch.padded.batches.PaddedBatches.computed`."""
         within = None if compiling() else _running.calls
         if within is None or (within and within[-1].module is module):  # super().forward, or a run that is tried
             return forward(module, args, kwargs)
@@ -89,14 +75,13 @@ def _computing(call: HeadCall) -> Iterator[None]:
 
 
 def head_of(base: torch.nn.Module) -> HeadCall | None:
-    """The call of the outermost model that a base model's call belongs to; None if it was called by itself."""
     found = _running.calls[-1] if _running.calls else None
     same_patch = found is not None and vars(found.module).get(MARK) is base.__dict__.get(MARK)
     return found if same_patch else None
 
 
 def padding_predicts(head: HeadCall, real: torch.Tensor) -> torch.Tensor:
-    """Whether a token of padding predicts a label, a bool tensor without dimensions."""
+    # The result is a bool tensor without dimensions, so nothing is read from the device.
     found = real.new_zeros(())
     for name, labels in passed(head.call, LABELS).items():
         if not isinstance(labels, torch.Tensor) or labels.shape[:2] != real.shape:
@@ -110,16 +95,13 @@ def padding_predicts(head: HeadCall, real: torch.Tensor) -> torch.Tensor:
 
 
 def can_be_tried(head: HeadCall) -> bool:
-    """Whether a model may be run again. Ranks of a sharded model would have to do so together."""
+    # Ranks of a sharded model would have to run it again together.
     return vars(head.module)[MARK].examination.prove is not False and not is_sharded(head.module)
 
 
 def reads_padding(head: HeadCall, device: torch.device) -> bool:
-    """Run a head's model again with other hidden states of padding, and say whether anything real changes.
-
-    A copy of its modules is run without gradients, so that the call that is under way is left as it is. The model
-    itself is run if a forward of other code calls that, and not the copy.
-    """
+    # A copy of the modules runs without gradients, so the call that is under way is left as it is. The model itself
+    # runs if a forward of other code calls that, and not the copy.
     with outside_the_forward(device), without_gradients():
         found = _moves(replica(head.module), head)
         if found is None:
@@ -129,7 +111,8 @@ def reads_padding(head: HeadCall, device: torch.device) -> bool:
 
 
 def _moves(model: Model, head: HeadCall) -> bool | None:
-    """Whether other hidden states of padding change a model's results; None if they do not come through the model."""
+    # The result is None if hidden states of padding do not come through the model. NaN instead of random numbers would
+    # not do: a mask that is multiplied makes NaN of it, and 0 of a number.
     zeros, noise = _run(model, head, False), _run(model, head, True)
     if zeros is None or noise is None:
         return None
@@ -141,7 +124,7 @@ def _moves(model: Model, head: HeadCall) -> bool | None:
 
 
 def _run(model: Model, head: HeadCall, noise: bool) -> list[torch.Tensor] | None:
-    """The loss and the outputs of real tokens; None if the base model did not compute the batch packed."""
+    # This returns the loss and the outputs of real tokens, or None if the base model did not compute the batch packed.
     torch.manual_seed(0)
     kwargs = dict(head.kwargs)
     if isinstance(kwargs.get("position_ids"), torch.Tensor):
@@ -157,8 +140,7 @@ def _run(model: Model, head: HeadCall, noise: bool) -> list[torch.Tensor] | None
 
 
 def _of_real_tokens(value: torch.Tensor, masks: list[torch.Tensor]) -> torch.Tensor:
-    """The part of an output that belongs to real tokens; all of it if it has no entry for each token."""
     for mask in masks:
         if value.shape[: mask.dim()] == mask.shape:
             return value[mask.to(value.device)]
-    return value
+    return value  # no entry for each token

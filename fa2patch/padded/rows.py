@@ -17,50 +17,30 @@ from ..documents.names import PARENTS
 from ..documents.prefixes import Prefixes, Segment, prefix_tree
 from ..errors import PackingNotIsolated
 
+# A shared segment must save this many tokens. Each depth of a tree costs every layer one more attention call. On a CPU,
+# with a hidden size of 512, a step was 7 % slower that saved 4 of 264 tokens, and 5 % slower if it saved 16 of 288, but
+# not if it saved 16 of 1,056 or 28 of 544.
 LEAST = 16
-"""The least number of tokens that a shared segment must save.
 
-Each depth of a tree costs every layer one more attention call. On a CPU, with a hidden size of 512, a step was 7 %
-slower that saved 4 of 264 tokens, and 5 % slower if it saved 16 of 288, but not if it saved 16 of 1,056 or 28 of 544.
-"""
-
-AT_ONCE = 2**24
-"""The number of pairs of tokens that are compared at once. It bounds the memory."""
+AT_ONCE = 2**24  # the number of pairs of tokens that are compared at once, which bounds the memory
 
 
 class Rows(NamedTuple):
-    """The rows of a padded batch, on the host.
-
-    Attributes:
-        starts: the column of each row's first real token.
-        lengths: each row's number of real tokens, at least 1.
-        answers: to what else was asked of the batch.
-        common: in how many first columns two rows are equal, from their first real tokens on; None if they were not
-            compared.
-    """
-
-    starts: NDArray[Any]
-    lengths: NDArray[Any]
-    answers: tuple[bool, ...]
+    starts: NDArray[Any]  # the column of each row's first real token
+    lengths: NDArray[Any]  # each row's number of real tokens, at least 1
+    answers: tuple[bool, ...]  # to what else was asked of the batch
+    # in how many first columns two rows are equal, from their first real tokens on; None if they were not compared
     common: NDArray[Any] | None
 
 
 def read_rows(
     mask: torch.Tensor,
     position_ids: torch.Tensor | None,
-    compared: Sequence[torch.Tensor],
-    asked: Sequence[torch.Tensor] = (),
+    compared: Sequence[torch.Tensor],  # integers [batch, length] each
+    asked: Sequence[torch.Tensor] = (),  # bool tensors without dimensions that are read together with the rows
 ) -> Rows | None:
-    """Read the rows of a padded batch, or return None for a batch that is not padded with a mask of zeros and ones.
-
-    There is one read from the device.
-
-    Args:
-        mask: ``[batch, length]``.
-        position_ids: ``[batch, length]``, or None. They must go on by one inside a row's real tokens.
-        compared: integers ``[batch, length]`` each, in which rows are compared; empty to compare none.
-        asked: bool tensors without dimensions that are read together with the rows.
-    """
+    # There is one read from the device. The result is None for a batch that is not padded with a mask of zeros and
+    # ones, or whose position ids do not go on by one inside a row's real tokens.
     rows, length = mask.shape
     real = mask != 0
     starts, lengths = real.to(torch.uint8).argmax(1), real.sum(1)
@@ -84,11 +64,7 @@ def read_rows(
 
 
 def common_prefixes(columns: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Count the first columns in which two rows are equal, int32 ``[rows, rows]``. Nothing is read from the device.
-
-    Args:
-        columns: what is compared, each ``[rows, length]``.
-    """
+    # The result is int32 [rows, rows]. Nothing is read from the device.
     rows, length = columns[0].shape
     step = max(1, AT_ONCE // (rows * length))
     found = []
@@ -102,14 +78,7 @@ def common_prefixes(columns: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def shared_prefixes(common: NDArray[Any], lengths: NDArray[Any], least: int = LEAST) -> Prefixes:
-    """Make the tree in which equal prefixes of rows are one segment.
-
-    Args:
-        common: integers ``[rows, rows]``: in how many first columns two rows are equal, columns behind their tokens
-            included.
-        lengths: ``[rows]``, the rows' numbers of tokens, each at least 1.
-        least: the least number of tokens that a shared segment must save.
-    """
+    # `common` may count columns behind a row's tokens, so it is cut to the rows' lengths.
     common = np.minimum(common, np.minimum(lengths[:, None], lengths))
     order, shared, left = [0], [0], common.copy()
     while len(order) < len(lengths):  # next to each row stands the one that begins most like it
@@ -120,39 +89,27 @@ def shared_prefixes(common: NDArray[Any], lengths: NDArray[Any], least: int = LE
 
 
 def unshared(lengths: Sequence[int]) -> Prefixes:
-    """One segment for each row."""
     return Prefixes([Segment(row, 0, length, -1) for row, length in enumerate(lengths)], list(range(len(lengths))))
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The places of a padded batch's tokens in a packed row. Several rows may have a token of the packed row.
+    """The places of a padded batch's tokens in a packed row."""
 
-    Attributes:
-        shape: ``(batch, length)`` of the padded batch.
-        at: int64 ``[tokens]``, for each token of the packed row an index into the flattened ``[batch * length]``.
-        cells: int64 ``[real tokens]``, the indices of all real tokens into the same.
-        padding: int64, the indices of padding into the same.
-        token: int64 ``[real tokens]``, the token of the packed row that each of these is; None if ``cells`` is ``at``.
-    """
-
-    shape: torch.Size
-    at: torch.Tensor
-    cells: torch.Tensor
-    padding: torch.Tensor
-    token: torch.Tensor | None
+    # All tensors are int64. A cell is an index into the flattened [batch * length].
+    shape: torch.Size  # (batch, length)
+    at: torch.Tensor  # [tokens]: a cell for each token of the packed row
+    cells: torch.Tensor  # [real tokens]: all cells of real tokens, of which several may share a token
+    padding: torch.Tensor  # the cells of padding
+    token: torch.Tensor | None  # [real tokens]: the token of the packed row that each is; None if cells is at
 
     def packed(self, value: torch.Tensor) -> torch.Tensor:
-        """Turn ``[batch, length, ...]`` into ``[1, tokens, ...]``."""
+        # [batch, length, ...] becomes [1, tokens, ...].
         return value.flatten(0, 1)[self.at.to(value.device)][None]
 
     def padded(self, value: Any, noise: bool = False) -> Any:
-        """Turn tensors with one entry per token into padded ones; return others unchanged.
-
-        Args:
-            value: a tensor or a container of such.
-            noise: whether padding gets random numbers. Otherwise it gets zeros, and a gradient there is an error.
-        """
+        # Padding gets zeros or, in a trial of the head, random numbers. Where it gets zeros, a gradient there is an
+        # error.
         if isinstance(value, (tuple, list)):
             return type(value)(self.padded(one, noise) for one in value)
         if not isinstance(value, torch.Tensor) or value.dim() < 2:
@@ -165,7 +122,7 @@ class Layout:
         return value
 
     def _spread(self, states: torch.Tensor, noise: bool) -> torch.Tensor:
-        """Turn ``[tokens, ...]`` into ``[batch * length, ...]``."""
+        # [tokens, ...] becomes [batch * length, ...].
         empty = states.new_zeros(self.shape[0] * self.shape[1], *states.shape[1:])
         if noise and states.is_floating_point():  # beyond every real value, so that a maximum over the row shows too
             drawn = torch.rand(empty.shape, generator=torch.Generator().manual_seed(0)) * 4 - 2
@@ -178,7 +135,7 @@ class Layout:
 
 
 def _require_unread(padding: torch.Tensor, gradient: torch.Tensor | None) -> None:
-    """Raise if a gradient comes to hidden states of padding. Overflow, which a gradient scaler skips, says nothing."""
+    # Only finite gradients count: an overflow, which a gradient scaler skips, says nothing about padding.
     if gradient is None:  # a loss that differentiates by itself (Liger's) sends none
         return
     found = gradient.index_select(0, padding.to(gradient.device))
@@ -193,18 +150,6 @@ def _require_unread(padding: torch.Tensor, gradient: torch.Tensor | None) -> Non
 
 
 def packed_row(shape: torch.Size, rows: Rows, prefixes: Prefixes, place: torch.device) -> tuple[Call, Layout]:
-    """Make the layout of a packed row, and the arguments that describe the row to a patched model.
-
-    Args:
-        shape: ``(batch, length)`` of the padded batch.
-        rows: its rows.
-        prefixes: the segments of the packed row.
-        place: the device of the tensors.
-
-    Returns:
-        ``cu_seq_lens_*``, ``max_length_*``, ``position_ids`` that count from 0 in each row, and ``segment_parents`` if
-        there are any; and the layout.
-    """
     tree = prefixes.tree
     first = rows.starts + shape[1] * np.arange(shape[0])
     at = np.concatenate([first[each.sequence] + np.arange(each.start, each.stop) for each in prefixes.segments])

@@ -22,8 +22,7 @@ from . import padding
 from .model_plan import plan_model
 from .state import Patch
 
-OLDEST = (4, 34)
-"""The first minor version of Transformers with flash attention in its modeling files."""
+OLDEST = (4, 34)  # the first minor of Transformers with flash attention in its modeling files
 
 
 def apply(
@@ -105,8 +104,7 @@ def apply(
     return patch
 
 
-def budget_of(max_tokens: int, too_long: str, shapes: Any = None) -> Budgeted:
-    """How many tokens a model computes at once; see :func:`apply`, and ``StillShapes`` for ``shapes``."""
+def budget_of(max_tokens: int, too_long: str, shapes: Any = None) -> Budgeted:  # shapes: a StillShapes
     from ..upstream import passes  # and with it the packing, which few models need
 
     return passes.Budget(max_tokens, too_long, *([] if shapes is None else [shapes]))
@@ -148,12 +146,8 @@ def _check_options(kernel: str | kernels.Kernel | None, prove: bool | str | None
 
 
 def _install(patch: Patch, modules: list[Any]) -> None:
-    """Bind every site of a new patch and mark its models, or leave everything as it was and raise.
-
-    Args:
-        patch: the patch.
-        modules: those whose class's ``forward`` it replaces.
-    """
+    # Either every site of the patch is bound and its models are marked, or everything stays as it was. `modules` are
+    # those whose class's `forward` is replaced.
     for module in modules:
         own = "forward" in module.__dict__ and module is not patch.model
         if own and not _held_under(module, type(module).forward):
@@ -201,16 +195,13 @@ def status(model: object) -> Patch | None:
 
 
 def _with_replaced_forward(layers: ModelLayers) -> list[Any]:
-    """The models of a call, and the layers whose class's ``forward`` a patch replaces."""
     return [*layers.entered, *(layer.module for layer in layers.layers if layer.site.attribute == "forward")]
 
 
 def _held_under(module: torch.nn.Module, original: Function) -> list[str]:
-    """The name of the instance attribute that holds the class's bound ``forward``, in a list; empty if there is none.
-
-    It is ``_old_forward`` if accelerate has set a ``forward`` that looks this name up when called (0.23 does not). It
-    is ``forward`` if that is the class's own (Transformers 5.0 and 5.1 leave it there after ``output_attentions``).
-    """
+    # The list names the instance attribute that holds the class's bound `forward`: "_old_forward" if accelerate has set
+    # a `forward` that looks this name up when called (0.23 does not), or "forward" if that is the class's own
+    # (Transformers 5.0 and 5.1 leave it there after output_attentions).
     own = module.__dict__.get("forward")
     if foreign.HOOKED in module.__dict__ and foreign.looks_up_hooked(own):
         return [foreign.HOOKED]
@@ -233,7 +224,7 @@ def _check_transformers() -> None:
 
 
 def _check_numpy() -> None:
-    """Fail before the first packed batch would, because torch only warns that it cannot use the installed NumPy."""
+    # torch only warns that it cannot use the installed NumPy, and the first packed batch would fail.
     try:
         torch.from_numpy(numpy.empty(0))
     except RuntimeError as error:

@@ -33,50 +33,34 @@ class Examined(Patched, Protocol):
     examination: Examination
 
     @property
-    def active(self) -> bool:
-        """Whether the model is patched."""
+    def active(self) -> bool: ...
 
-    def renew(self) -> None:
-        """Look again at a model whose modules have changed."""
+    def renew(self) -> None: ...
 
 
+# Two things are proven: that documents do not see each other, and that segments that continue the same one do not.
 DOCUMENTS, BRANCHES = "documents", "branches"
-"""What is proven: that documents do not see each other, and that segments that continue the same one do not."""
 
+# The lock is held while a model is examined: no other thread may use numbers that are still to be proven.
 _lock = threading.RLock()
-"""Held while a model is examined, so that no other thread uses numbers that are still to be proven."""
 
 
 @dataclass
 class Examination:
-    """The state of the examination of a patched model.
-
-    Attributes:
-        prove: the ``prove`` argument of ``apply``.
-        must: whether packed batches must be proven.
-        batch: the last packed batch, with the model that was called and whether gradients were enabled, for hooks that
-            are watched; None without any.
-        largest: the longest row, and the largest number of documents, of these batches.
-        proven: what of :data:`DOCUMENTS` and :data:`BRANCHES` was proven, each with the model's mode.
-        batches: the number of packed batches that must have been proven.
-        structure: the model's structure when it was last looked at; None before that.
-        under_way: whether the model is being run in order to examine it. Such packed batches are not examined.
-        number: by which a compiled graph looks up the patch.
-    """
-
-    prove: bool | str
-    must: bool
-    structure: Structure | None = None
+    prove: bool | str  # the argument of apply
+    must: bool  # whether packed batches must be proven
+    structure: Structure | None = None  # of the model, when it was last looked at
+    # The last packed batch, with the model that was called and whether gradients were enabled. It is kept for hooks
+    # that are watched, and is None without any.
     batch: tuple[Model, Call, PackedMask, bool] | None = None
-    largest: tuple[int, int] = (0, 0)
-    proven: set[tuple[str, int]] = field(default_factory=set)
-    batches: int = 0
-    under_way: bool = False
-    number: str = ""
+    largest: tuple[int, int] = (0, 0)  # the longest row and the largest number of documents of these batches
+    proven: set[tuple[str, int]] = field(default_factory=set)  # DOCUMENTS or BRANCHES, with the model's mode
+    batches: int = 0  # how many packed batches had to be proven
+    under_way: bool = False  # whether the model is run in order to examine it: such batches are not examined
+    number: str = ""  # a compiled graph looks the patch up by it
 
     @contextlib.contextmanager
     def paused(self, on: bool = True) -> Iterator[None]:
-        """Examine no packed batches inside this context, if it is on."""
         before, self.under_way = self.under_way, self.under_way or on
         try:
             yield
@@ -85,21 +69,14 @@ class Examination:
 
 
 def begun(patch: Examined, prove: bool | str, layers: ModelLayers | None = None, must: bool = False) -> Examination:
-    """A new examination of a model that has just been planned, or of a copy, which is looked at on its first batch.
-
-    Args:
-        patch: the model's patch. Compiled graphs look it up by the examination's number.
-        prove: the ``prove`` argument of ``apply``.
-        layers: the model and its layers, to be asked whether it holds what is unknown; None for a copy.
-        must: whether packed batches of a copy must be proven.
-    """
+    # `layers` is None for a copy of a model, which is looked at on its first batch.
     if layers is not None:
         must = prove is True or (prove == "unknown" and bool(unknown(layers)))
     return Examination(prove, must, number=number(patch))
 
 
 def keep_structure(patch: Examined) -> None:
-    """Take the structure of a model as the one that was planned, after fa2patch itself has changed it."""
+    # fa2patch itself has changed the model, so the structure that it has now counts as the planned one.
     if patch.examination.prove is False:
         looking.release(patch.model, everywhere=False)
     else:
@@ -108,7 +85,7 @@ def keep_structure(patch: Examined) -> None:
 
 
 def _has_changed(patch: Examined) -> bool:
-    """Whether the model is another one than was last looked at. A change by fa2patch itself is looked at here."""
+    # A change by fa2patch itself counts as none, and the structure after it is kept.
     kept = patch.examination.structure
     if kept is None or kept.is_as_kept():
         return kept is None
@@ -122,25 +99,8 @@ def _has_changed(patch: Examined) -> bool:
 
 
 def examine(patch: Examined, module: Model, call: Call, mask: PackedMask) -> None:
-    """Examine a model before it computes a packed batch: renew the patch of changed modules, and prove the batch.
-
-    A batch is proven only if a proof is due and the batch has two documents or more: the first such batch in a mode,
-    the first in which segments continue the same one, as a module may know documents and no parents, a batch with
-    longer rows or more documents than all before, and batches 2, 4, 8, ..., because what a value inside foreign code
-    decides may change without a sign. A sharded model is proven
-    only with ``prove=True``; otherwise :class:`NothingProven` is warned.
-
-    Args:
-        patch: the model's patch.
-        module: the model that was called.
-        call: its arguments by name.
-        mask: the packed mask of the batch.
-
-    Raises:
-        PackingNotIsolated: documents see each other in a module that fa2patch does not know, or a model around this one
-            is not patched. While a graph is captured, this error replaces the following ones.
-        LayerNotPatchable, UnsupportedModel: the model's modules have changed, and it can no longer be patched.
-    """
+    # This runs before a model computes a packed batch. It renews the patch of a model whose modules have changed, and
+    # proves the batch if a proof is due.
     examination = patch.examination
     if compiling():
         found = _examined(examination.number, mask.boundaries.parents is not None)
@@ -201,7 +161,9 @@ def _examine(patch: Examined, module: Model, call: Call, mask: PackedMask) -> No
 def _due(
     examination: Examination, module: Model, boundaries: Boundaries, shape: tuple[int, int]
 ) -> set[tuple[str, int]]:
-    """What a batch must prove, each with the model's mode. The device is read only if something may be due."""
+    # A batch with several documents is proven if it is the first in a mode, the first with parents (a module may know
+    # documents and no parents), or larger than all before. Batches 2, 4, 8, ... are proven again, because what a value
+    # inside foreign code decides may change without a sign. Only here is the device read.
     examination.batches += 1
     size = shape[1], len(boundaries)
     again = examination.batches & (examination.batches - 1) == 0 or any(map(operator.gt, size, examination.largest))
@@ -219,7 +181,7 @@ def _due(
 
 
 def _prove(patch: Examined, due: set[tuple[str, int]], module: Model, call: Call, mask: PackedMask) -> None:
-    """Prove a batch on a replica of the model, or on the model itself if the replica does not see the whole forward."""
+    # A replica of the model is proven, or the model itself if a replica does not see the whole forward.
     from ..proof import proving  # with five more modules, which only a model with unknown modules needs
 
     held = looking.watched(patch.model)
@@ -245,13 +207,9 @@ def _prove(patch: Examined, due: set[tuple[str, int]], module: Model, call: Call
 
 
 def hook_changes(patch: Examined) -> None:
-    """Prove the packed batch that is being computed, because a hook that was watched has changed something.
-
-    In a dense batch nothing is proven before the next packed one, but in a backward: whose it is cannot be seen.
-
-    Raises:
-        PackingNotIsolated: documents see each other.
-    """
+    # A hook that was watched has changed something, so the packed batch that is being computed is proven. A dense batch
+    # proves nothing before the next packed one. In a backward, the batch it belongs to cannot be seen, so the last
+    # packed one is proven.
     examination = patch.examination
     if examination.prove is False or not patch.active:
         return
@@ -266,10 +224,8 @@ def hook_changes(patch: Examined) -> None:
 
 @constant
 def _examined(given: str, tree: bool) -> str:
-    """The message of the error that :func:`examine` finds while a graph is captured; empty if there is none.
-
-    The batch has no values during the capture, so an example batch is proven instead.
-    """
+    # The result is the message of the error that `examine` would raise. A batch has no values during a capture, so an
+    # example batch is proven instead.
     patch: Examined = numbered(given)
     if patch.examination.under_way:
         return ""
@@ -299,11 +255,9 @@ def _examined(given: str, tree: bool) -> str:
 
 @constant
 def capture_unpacked(given: str) -> bool:
-    """Warn once if a graph is captured for training batches without document information.
-
-    A graph cannot count batches: a count that it reads would make a new graph for every batch. So the warning comes
-    with the first such graph. False is returned because a constant of a graph needs a value.
-    """
+    # A graph cannot count batches: a count that it reads would make a new graph for every batch. So the warning comes
+    # with the first graph for training batches without document information. A constant of a graph needs a value, so
+    # False is returned.
     patch: Examined = numbered(given)
     if patch.unpacked is not None:
         warn_unpacked(patch, "a graph was compiled for training batches that do not say")

@@ -17,6 +17,8 @@ from ..upstream.forward import entered
 from ..upstream.packed_mask import MASK
 from ..upstream.step import Trait
 
+# Every model is asked these. Each function fills in facts, and returns the sites to replace or refuses the model. The
+# first refusal is the error that the user sees, so the order matters.
 LOOKS: tuple[Callable[[ModelLayers, Facts], Iterable[Site] | None], ...] = (
     refusals.kind,
     refusals.unreadable_code,
@@ -31,11 +33,9 @@ LOOKS: tuple[Callable[[ModelLayers, Facts], Iterable[Site] | None], ...] = (
     windows.look,
     positions.look_at_rope,
 )
-"""What is asked of every model: each function fills in facts, and returns the sites to replace or refuses the model.
 
-The first refusal is the error that the user sees.
-"""
-
+# A forward calls `before` of the traits in this order, and `after` in reverse. A new trait is a class in a file of
+# upstream/ and one line here.
 TRAITS: tuple[Trait, ...] = (
     refusals.FusedFlash(),
     embeddings.TokenTypes(),
@@ -44,10 +44,6 @@ TRAITS: tuple[Trait, ...] = (
     embeddings.NoisyEmbeddings(),
     positions.RowLength(),
 )
-"""What only some models have, in the order in which a forward calls ``before`` (``after`` in reverse).
-
-A new trait is a class in a file of ``upstream/`` and one line here. :func:`register_trait` adds a user's own.
-"""
 
 _registered: list[Trait] = []
 
@@ -71,40 +67,21 @@ def register_trait(trait: Trait) -> None:
 
 
 def traits() -> tuple[Trait, ...]:
-    """The traits of fa2patch, then the registered traits."""
     return (*TRAITS, *_registered)
 
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """What ``apply`` would do to a model.
-
-    Attributes:
-        facts: what is known of the model.
-        traits: the traits that it has, each with the result of :meth:`Trait.finds`.
-        layers: the layers that must be given the boundaries, without their modules.
-        sites: the attributes to replace.
-        roles: the role of each model that a call goes through, the outermost first.
-    """
-
     facts: Facts
-    traits: tuple[tuple[Trait, Any], ...]
-    layers: tuple[Layer, ...]
-    sites: tuple[Site, ...]
-    roles: tuple[Role, ...]
+    traits: tuple[tuple[Trait, Any], ...]  # each with the result of Trait.finds
+    layers: tuple[Layer, ...]  # those that must be given the boundaries, without their modules
+    sites: tuple[Site, ...]  # the attributes to replace
+    roles: tuple[Role, ...]  # of the models that a call goes through, the outermost first
 
 
 def plan_model(model: ModelLayers, padded: bool = False) -> ModelPlan:
-    """Plan what ``apply`` does to a Transformers model. The model is not changed.
-
-    Args:
-        model: the model and its layers.
-        padded: whether its padded batches are computed packed. Its head gets padded hidden states then, so that a head
-            of rows is refused only when a packed batch reaches it.
-
-    Raises:
-        UnsupportedModel, LayerNotPatchable: the model cannot be patched.
-    """
+    # The model is not changed. If padded batches are computed packed, its head gets padded hidden states, so a head of
+    # rows is refused only when a packed batch reaches it.
     facts = Facts(model.architecture, padded)
     sites = [of_forward(inner, entered) for inner in model.entered]
     for look in LOOKS:

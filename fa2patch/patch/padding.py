@@ -76,7 +76,7 @@ def _packing(base: Any, share_prompts: bool = False) -> PaddedBatches:
 
 
 def of_model(base: torch.nn.Module) -> PaddedBatches | None:
-    """What makes a base model compute padded batches packed, or None. A copy of a model has a copy of it."""
+    # A copy of a model has a copy of what makes it compute padded batches packed.
     found = base.__dict__.get(PADDING)
     if found is None:
         return None
@@ -85,17 +85,7 @@ def of_model(base: torch.nn.Module) -> PaddedBatches | None:
     return found if isinstance(found, PaddedBatches) else None
 
 
-def wanted(model: object, inner: Model, asked: bool | None) -> bool:
-    """Whether ``apply`` makes a model compute padded batches packed.
-
-    Args:
-        model: what ``apply`` was called with.
-        inner: the Transformers model inside.
-        asked: the argument ``padded_batches`` of ``apply``.
-
-    Raises:
-        UnsupportedModel: it does, and ``model`` holds a module that reads hidden states of padding.
-    """
+def wanted(model: object, inner: Model, asked: bool | None) -> bool:  # model: what apply was called with
     if asked is None:
         asked = of_model(models(inner)[-1]) is not None or makes_its_batches(model)
     reads = _reads_padding(model, inner) if asked else ""
@@ -108,7 +98,6 @@ def wanted(model: object, inner: Model, asked: bool | None) -> bool:
 
 
 def switch(inner: Model, on: bool) -> None:
-    """Make a patched model compute padded batches packed, or no longer, if that is not so yet."""
     base = models(inner)[-1]
     padding = of_model(base)
     if on and padding is None:
@@ -118,7 +107,7 @@ def switch(inner: Model, on: bool) -> None:
 
 
 def _reads_padding(model: object, inner: Model) -> str:
-    """The module around a Transformers model that reads hidden states of padding, as a text for an error."""
+    # This looks at the modules around the Transformers model. What it finds is a text for an error.
     within = set(inner.modules())
     for name, module in model.named_modules() if isinstance(model, torch.nn.Module) else ():
         expansion = getattr(module, "query_expansion", None)  # of sentence-transformers' late interaction models

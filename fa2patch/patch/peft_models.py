@@ -1,9 +1,7 @@
 """PEFT adapters that work on a whole row: packed batches are refused.
 
-Prompt tuning, prefix tuning, P-tuning and similar methods put virtual tokens in front of a row, where each document
-would need its own. They also drop ``position_ids``, so the model inside cannot see that the batch is packed. Calls are
-therefore checked in ``forward`` of PEFT's classes. An object may hold a ``forward`` from before the patch (PEFT leaves
-one there after ``disable_adapter``, mixed precision wraps it). ``__call__`` checks calls of such objects.
+Prompt learning puts virtual tokens in front of a row, where each document would need its own. It also drops
+``position_ids``, so the model inside cannot see that the batch is packed. So ``forward`` of PEFT's classes is checked.
 """
 
 from __future__ import annotations
@@ -28,10 +26,11 @@ MODULE = "peft.peft_model"
 
 
 def check_calls(module: ModuleType, patch: Patched) -> None:
-    """Check calls of PEFT's models until the patch is released."""
     base = getattr(module, "PeftModel", None)
     if base is None:
         return  # a stub of PEFT, or a failed import
+    # An object may hold a `forward` from before the patch: PEFT leaves one there after disable_adapter, and mixed
+    # precision wraps it. `__call__` checks calls of such objects.
     bind(base, "__call__", functools.partial(_called, base), patch)
     for cls in list(vars(module).values()):
         if isinstance(cls, type) and issubclass(cls, base) and cls.__module__ == MODULE:
@@ -68,7 +67,6 @@ def _looked_at(base: type[torch.nn.Module], original: Function) -> Function:
 
 
 def _refuse_packed(model: Any, base: type[torch.nn.Module], function: Function, args: Args, kwargs: Call) -> None:
-    """Raise for a packed batch if a patched model is inside, and the active adapter does something with whole rows."""
     reads_rows = _reads_rows(model, base)
     if not reads_rows or not any(MARK in module.__dict__ for module in model.base_model.modules()):
         return
@@ -81,7 +79,7 @@ def _refuse_packed(model: Any, base: type[torch.nn.Module], function: Function, 
 
 
 def _reads_rows(model: Any, base: type[torch.nn.Module]) -> str:
-    """What the active adapter does with a whole row, as a text for an error; empty if nothing or if it is disabled."""
+    # The active adapter does something with a whole row. The result is a text for an error, empty if it does not.
     config = model.peft_config.get(model.active_adapter)
     if getattr(config, "is_prompt_learning", False):
         disabled = model.__dict__.get("forward") == model.base_model.forward
@@ -115,7 +113,6 @@ def _named(function: Function, args: Args, kwargs: Call) -> dict[str, Any]:
 
 
 def _packed(call: Call) -> str:
-    """The sign that a batch is packed, as a text for an error; empty if it is dense."""
     stated = [name for name in LENGTHS if name != "seq_idx" and call.get(name) is not None]
     if stated:
         return f"{stated[0]} was given"

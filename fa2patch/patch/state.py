@@ -72,7 +72,7 @@ class Patch:
         vouched: whether the last packed batch reached every layer in ``attention``.
         skips: whether a packed batch has missed a layer, so that the layers that run are recorded.
         named: the ``architecture`` argument of ``apply``.
-        computed: what the model has computed packed. ``fa2patch run`` says it in the end.
+        tally: what the model has computed packed. ``fa2patch run`` says it in the end.
         rehooked: the instance attributes ``forward`` and ``_old_forward`` that were replaced: object, name and the
             value before.
     """
@@ -128,7 +128,6 @@ class Patch:
     hook_changes = examining.hook_changes
 
     def capture_unpacked(self) -> None:
-        """See :func:`fa2patch.patch.examining.capture_unpacked`."""
         examining.capture_unpacked(self.examination.number)
 
     @changing(waits=True)
@@ -139,15 +138,9 @@ class Patch:
         prove: bool | str | None = None,
         padded: bool | None = None,
     ) -> None:
-        """Plan and bind again, after the model has changed, or with other arguments of ``apply``.
-
-        An attribute that other code has replaced since is replaced again. An argument that is None keeps its value:
-        errors advise to call ``apply(model)`` again, which must not reset a kernel that was chosen.
-
-        Raises:
-            UnknownArchitecture, UnsupportedModel, LayerNotPatchable: the model cannot be patched. The patch stays as it
-                was.
-        """
+        # An attribute that other code has replaced since is replaced again. An argument that is None keeps its value:
+        # errors advise to call apply(model) again, which must not reset a kernel that was chosen. If the model cannot
+        # be patched, the patch stays as it was.
         named = self.named if named is None else named
         layers = ModelLayers(self.model, named)
         planned = plan_model(layers, self.facts.padded if padded is None else padded)
@@ -166,7 +159,7 @@ class Patch:
 
     @changing(waits=True)
     def bind(self) -> None:
-        """Replace every site of the plan, and what other packages do around a model: PEFT, Trainer and torch.fx."""
+        # Other packages change what is around a model, too: PEFT, Trainer and torch.fx.
         for site in self.plan.sites:
             site.bind(self)
         bind(torch.fx.Tracer, "trace", _refuses_patched, self)
@@ -174,11 +167,8 @@ class Patch:
         when_imported("transformers.trainer", _mend_labels, self)
 
     def mark(self) -> None:
-        """Set marks and hooks on the models that a call goes through.
-
-        If other code has put a ``forward`` on the outermost model's object, ours is put around it. So it is around
-        what adds noise to the embeddings.
-        """
+        # If other code has put a `forward` on the outermost model's object, ours is put around it. So it is around what
+        # adds noise to the embeddings.
         entered_models = models(self.model)
         for model, role in zip(entered_models, self.plan.roles):
             model.__dict__.update({MARK: self, ROLE: role})
@@ -264,7 +254,7 @@ class Patch:
         return copied
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Bind the sites for a copied or unpickled patch too, so that its model is patched."""
+        # A copied or unpickled patch binds its sites too, so that its model is patched.
         self.__dict__.update(state)
         self.examination = examining.begun(self, self.examination.prove, must=self.examination.must)
         self.bind()
@@ -283,7 +273,7 @@ def _mend_labels(trainer: ModuleType, patch: Patch) -> None:
 
 
 def _refuses_patched(original: Function) -> Function:
-    """``torch.fx.Tracer.trace`` for a model that is not patched. It would fail in ours with an error of its own."""
+    # Tracing would fail in a patched forward with an error of torch.fx's own.
 
     @functools.wraps(original)
     def trace(self: Any, root: Any, *args: Any, **kwargs: Any) -> Any:
@@ -295,5 +285,4 @@ def _refuses_patched(original: Function) -> Function:
 
 
 def _patches() -> list[Patch]:
-    """The patches in this process that are not reverted."""
     return [user for user in users() if isinstance(user, Patch)]

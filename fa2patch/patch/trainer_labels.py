@@ -1,9 +1,7 @@
 """Labels that Trainer uses outside of the model: those that cross a boundary are ignored there, too.
 
-The model ignores them by itself (:mod:`fa2patch.upstream.labels`). But Trainer counts labels before a
-forward (``num_items_in_batch``), and keeps them from the model if the loss is computed outside of it: label smoothing,
-``compute_loss_func``, a ``compute_loss`` of one's own. Metrics get its labels, too. A flattening collator drops the
-first label of each document, also for a token classifier or a masked LM, which learns it: there it keeps them.
+Trainer counts labels before a forward (``num_items_in_batch``), and keeps them from the model if the loss is computed
+outside of it: label smoothing, ``compute_loss_func``, a ``compute_loss`` of one's own. Metrics get its labels, too.
 """
 
 from __future__ import annotations
@@ -36,12 +34,12 @@ MODULE = "transformers.trainer"
 
 LOADERS = ("get_train_dataloader", "get_eval_dataloader", "get_test_dataloader")
 
+# This says for each Trainer whether its count leaves out the first label of each row. The keys are ids, because a
+# Trainer that is a dataclass has no hash.
 _leave_first_out = WeakIdKeyDictionary()
-"""For each Trainer, whether its count leaves out the first label of each row. One that is a dataclass has no hash."""
 
 
 def mend_labels(module: ModuleType, patch: Patched) -> None:
-    """Look at the labels of every Trainer that trains a patched model, until the patch is released."""
     trainer = getattr(module, "Trainer", None)
     made = {"_prepare_inputs": _prepared, "_get_num_items_in_batch": _counted, **dict.fromkeys(LOADERS, _loading)}
     for name, make in made.items():
@@ -50,7 +48,7 @@ def mend_labels(module: ModuleType, patch: Patched) -> None:
 
 
 def _prepared(original: Function) -> Function:
-    """Replacement for the method through which every batch goes, in training and in evaluation."""
+    # Every batch goes through this method, in training and in evaluation.
 
     @functools.wraps(original)
     def _prepare_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -60,11 +58,9 @@ def _prepared(original: Function) -> Function:
 
 
 def _counted(original: Function) -> Function:
-    """Replacement for the method that counts labels. Releases from 4.46 to 4.56 count in another one, all labels.
-
-    Padded training is the measure. Up to 5.9 it counts the first label of every document, although nothing predicts it,
-    and so must packed rows. From 5.10 on it leaves the first label of every row out.
-    """
+    # Padded training is the measure. Up to Transformers 5.9 it counts the first label of every document, although
+    # nothing predicts it, and so must packed rows. From 5.10 on it leaves out the first label of every row. Releases
+    # from 4.46 to 4.56 count all labels in another method.
 
     @functools.wraps(original)
     def _get_num_items_in_batch(self: Any, batch_samples: Any, *args: Any, **kwargs: Any) -> Any:
@@ -83,7 +79,8 @@ def _counted(original: Function) -> Function:
 
 
 def _loading(original: Function) -> Function:
-    """Replacement for a method that makes a loader with the Trainer's collator."""
+    # A flattening collator drops the first label of each document. A token classifier or a masked LM learns that label,
+    # so the collator keeps it there.
 
     @functools.wraps(original)
     def get_dataloader(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -105,14 +102,8 @@ def _loading(original: Function) -> Function:
 
 
 def without_first_labels(model: Any, batch: Any) -> Any:
-    """A Trainer's batch in which labels that cross a boundary are -100. A dense batch is returned as it is.
-
-    So is a batch that is malformed: the forward says what is wrong, if it gets these very columns.
-
-    Args:
-        model: the Trainer's model.
-        batch: its batch, with the arguments of the model's forward by name.
-    """
+    # A dense batch is returned as it is. So is a malformed one: the forward says what is wrong, if it gets these
+    # columns.
     call = dict(batch) if isinstance(batch, Mapping) else {}
     patch = _patch_of(model) if passed(call, LABELS) and passed(call, TOKENS) else None
     if patch is None or call.get(LOSS_LABELS) is not None:  # then labels count documents or tokens
@@ -127,7 +118,7 @@ def without_first_labels(model: Any, batch: Any) -> Any:
 
 
 def _inside_documents(patch: Patched, call: Call) -> Call:
-    """The labels of a packed batch without those that cross a boundary, with the given ones attached."""
+    # The given labels stay attached to the new ones, for a count that includes those that cross a boundary.
     model = patch.model
     role = model.__dict__[ROLE]
     if role.pools or not role.predicts_the_next or row_part(model, call) is not None:
@@ -146,7 +137,7 @@ def _inside_documents(patch: Patched, call: Call) -> Call:
 
 
 def _as_given(batch: Any) -> Any:
-    """A batch with the labels from before :func:`without_first_labels`. An evaluation counts them after it."""
+    # An evaluation counts labels after `without_first_labels`, so the earlier ones are restored.
     call = dict(batch) if isinstance(batch, Mapping) else {}
     pieces = {name: getattr(call.get(name), attached.GIVEN, None) for name in LABELS}
     found = {name: piece.content for name, piece in pieces.items() if piece is not None}

@@ -21,11 +21,9 @@ from ..errors import BadBatch
 from ..upstream.calls import passed
 from ..upstream.find_models import is_sharded, models
 
-EXAMPLE = (7, 12, 1, 5)
-"""Lengths of the documents in the example batch, in tokens."""
+EXAMPLE = (7, 12, 1, 5)  # lengths of the documents in the example batch, in tokens
 
-EXAMPLE_PARENTS = (-1, 0, 0, -1)
-"""What each segment continues, where the example is a tree."""
+EXAMPLE_PARENTS = (-1, 0, 0, -1)  # what each segment continues, where the example is a tree
 
 PER_TOKEN = (
     "input_ids", "position_ids", "attention_mask", "labels", "seq_idx", "token_type_ids", "mm_token_type_ids",
@@ -47,16 +45,15 @@ class RowSlice:
 
     @property
     def length(self) -> int:
-        """The number of tokens."""
         return self.stop - self.start
 
     def of(self, values: torch.Tensor) -> torch.Tensor:
-        """The part of a tensor ``[batch, length, ...]`` that belongs to this slice, ``[stop - start, ...]``."""
+        # ``[stop - start, ...]`` of values ``[batch, length, ...]``
         return values[self.row, self.start : self.stop]
 
 
 def text_tokens(inner: Model) -> torch.Tensor:
-    """The ids below 50,000, int64 ``[tokens]``, without those that a config names for padding, images, video, audio."""
+    # int64 ``[tokens]``, without the ids that a config names for padding, images, video and audio.
     config = getattr(models(inner)[-1], "config", inner.config)
     size = getattr(config, "vocab_size", None) or inner.get_input_embeddings().weight.shape[0]
     parts = (getattr(inner.config, f"{part}_config", None) for part in ("vision", "audio"))
@@ -66,11 +63,7 @@ def text_tokens(inner: Model) -> torch.Tensor:
 
 
 def example(device: torch.device, inner: Model, tree: bool = False) -> Call:
-    """A packed batch of one row with random text tokens, the same in each call.
-
-    It holds ``input_ids`` and ``position_ids``, int64 ``[1, length]``, with documents of the lengths :data:`EXAMPLE`.
-    In a tree these are segments, and ``cu_seq_lens_q`` and ``segment_parents`` come with them.
-    """
+    # One row of random text tokens, the same in each call. The documents of a tree are segments.
     vocabulary = text_tokens(inner)
     drawn = torch.randint(len(vocabulary), (1, sum(EXAMPLE)), generator=torch.Generator().manual_seed(0))
     of_segments = Tree(EXAMPLE, EXAMPLE_PARENTS if tree else [-1] * len(EXAMPLE), device)
@@ -82,12 +75,6 @@ def example(device: torch.device, inner: Model, tree: bool = False) -> Call:
 
 
 def checked(batch: Any, device: torch.device) -> Call:
-    """Check what a collator returned, and move its tensors to a device.
-
-    Raises:
-        BadBatch: it is no mapping with strings as keys, has no integer ``input_ids`` ``[batch, length]``, or has a
-            tensor without values, of an unexpected shape, or of an unknown name.
-    """
     try:
         given = dict(batch)
     except (TypeError, ValueError):
@@ -149,11 +136,6 @@ def _check_parents(batch: Call) -> None:
 
 
 def slices_of(batch: Call) -> list[RowSlice]:
-    """The documents, or with parents the segments, and runs of padding of a batch that is :func:`checked`.
-
-    Raises:
-        BadBatch: fewer than two documents were found.
-    """
     ids, mask = batch["input_ids"], batch.get("attention_mask")
     shape = (ids.shape[0], ids.shape[1])
     mask = mask if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None
@@ -173,7 +155,7 @@ def slices_of(batch: Call) -> list[RowSlice]:
 
 
 def slices_between(boundaries: Boundaries, length: int, mask: torch.Tensor | None) -> list[RowSlice]:
-    """The slices of rows of this length. ``mask`` is 0 for padding, ``[batch, length]``, or None without any."""
+    # ``mask`` is 0 for padding, ``[batch, length]``.
     slices: list[RowSlice] = []
     parents = [-1] * len(boundaries) if boundaries.tree is None else boundaries.tree.parents
     real = None if mask is None else (mask != 0).cpu()
@@ -190,11 +172,8 @@ def slices_between(boundaries: Boundaries, length: int, mask: torch.Tensor | Non
 
 
 def on_its_own(call: Call, path: Sequence[RowSlice], shape: torch.Size | tuple[int, int]) -> Call:
-    """The arguments for one document alone, or for the segments of one path, whose lengths are stated.
-
-    Without a mask and with lengths, a kernel computes it. As a dense batch it would run upstream's code, where Gemma
-    2's sdpa has no softcap and GPT-2's flash attention no float32. ``shape`` is ``(batch, length)`` of the batch.
-    """
+    # Without a mask and with lengths, a kernel computes it. As a dense batch it would run upstream's code, where Gemma
+    # 2's sdpa has no softcap and GPT-2's flash attention no float32. ``shape`` is ``(batch, length)`` of the batch.
     rows, length = shape
 
     def of(value: Any) -> Any:
@@ -215,14 +194,9 @@ def on_its_own(call: Call, path: Sequence[RowSlice], shape: torch.Size | tuple[i
 
 
 def exchanges(tree: Tree) -> list[list[bool]]:
-    """The sets of segments that are exchanged together, each as whether a segment is in it.
-
-    Of the segments that continue the same one, those whose number has a bit set are exchanged in one run, and the
-    others in another one, with all that continues them. So of any two, each is exchanged without the other in some run.
-    This is done for each bit and at each depth: first for the roots, so for whole trees, then for their children. The
-    first root is exchanged alone, too. What is not exchanged sees nothing that is. Runs that exchange everything or
-    nothing are left out. Documents are roots without children.
-    """
+    # Of the segments that continue the same one, those whose number has a bit set are exchanged in one run with all
+    # that continues them, and the others in another run. So of any two, each is exchanged without the other in some
+    # run, also siblings, and what is not exchanged sees nothing that is. The first root is exchanged alone, too.
     segments = [segment for segment, length in enumerate(tree.lengths) if length]
     places = dict.fromkeys(range(len(tree.lengths)), 0)
     born: Counter[int] = Counter()
@@ -243,10 +217,7 @@ def exchanges(tree: Tree) -> list[list[bool]]:
 
 
 def require_same_on_every_rank(inner: Model, slices: list[RowSlice]) -> None:
-    """Raise :class:`BadBatch` if the ranks of a sharded model have other numbers of slices, or other trees of them.
-
-    They would wait for each other forever.
-    """
+    # Ranks with other numbers of slices, or other trees of them, would wait for each other forever.
     if not is_sharded(inner):
         return
     tree = tuple((place.length, place.parent) for place in slices) if any(place.parent >= 0 for place in slices) else ()

@@ -20,24 +20,21 @@ from .split_rows import WholeRows
 
 
 class Watched(NamedTuple):
-    """A run of a model on a batch ``(batch, length)``, and the tokens that are watched in it.
-
-    With ``split``, rows are split over processes, and modules see this process's part of them.
-    """
+    """A run of a model on a batch ``(batch, length)``, and the tokens that are watched in it."""
 
     run: Callable[[], Any]
     shape: tuple[int, ...]
     place: RowSlice
-    split: WholeRows | None = None
+    split: WholeRows | None = None  # if rows are split over processes, modules see this process's part
 
     def prints(self, values: Any) -> list[torch.Tensor]:
-        """Fingerprints of the watched tokens in a module's inputs or outputs, with each vector's norm at the end."""
+        # Fingerprints of the watched tokens, with each vector's norm at the end.
         return [
             torch.cat([projected(own), own.norm(dim=1, keepdim=True)], dim=1).cpu() for own in self._of_tokens(values)
         ]
 
     def _of_tokens(self, values: Any) -> Iterator[torch.Tensor]:
-        """The parts at the place, float64 ``[tokens, features]``, of the tensors with values per token."""
+        # float64 ``[tokens, features]``, of the tensors with values per token
         for value in tensors(values):
             # a DTensor inside a tensor-parallel layer: this process has a part of it
             rows = self._rows((value.to_local() if hasattr(value, "to_local") else value).detach())
@@ -47,7 +44,7 @@ class Watched(NamedTuple):
                 yield own.reshape(len(own), -1).to(torch.float64)
 
     def _rows(self, values: torch.Tensor) -> torch.Tensor | None:
-        """The tokens of the watched row, ``[length, ...]``; None if the tensor has no values per token."""
+        # The watched row, ``[length, ...]``; None if the tensor has no values per token.
         batch, length = self.shape
         length = length if self.split is None else -(-length // self.split.part.of)
         if values.dim() == 1 and batch == 1:
@@ -65,15 +62,13 @@ class Watched(NamedTuple):
 
 
 class _ModuleCall(NamedTuple):
-    """One call of a module: fingerprints of the watched tokens in its inputs and outputs."""
-
     name: str
-    into: list[torch.Tensor]
-    out: list[torch.Tensor]
+    into: list[torch.Tensor]  # fingerprints of the watched tokens in the inputs
+    out: list[torch.Tensor]  # and in the outputs
 
 
 def _calls(inner: Model, watched: Watched) -> list[_ModuleCall]:
-    """The calls of a model's modules in a run, in the order in which they ended."""
+    # In the order in which they ended, so an inner module comes before an outer one.
     ended: list[_ModuleCall] = []
     handles = []
 
@@ -104,13 +99,9 @@ def _calls(inner: Model, watched: Watched) -> list[_ModuleCall]:
 
 
 def first_difference(inner: Model, one: Watched, other: Watched, bound: float) -> str | None:
-    """The name of the first module whose output differs between two runs although its input is the same.
-
-    Modules are compared in the order in which their calls ended, so an inner module comes before an outer one. A module
-    that is called more often in one run is passed over: inside a mixer it gets one document at a time. Differences up
-    to ``bound``, relative to a vector's norm, count as none. If every module that differs also has a different input,
-    it is the first one that differs; None if none differs.
-    """
+    # A module that is called more often in one run is passed over: inside a mixer it gets one document at a time.
+    # ``bound`` is relative to a vector's norm. If every module that differs also has a different input, it is the first
+    # one that differs.
     runs = [_calls(inner, watched) for watched in (one, other)]
     times = [Counter(call.name for call in calls) for calls in runs]
     paired: dict[tuple[str, int], list[_ModuleCall]] = {}
@@ -133,7 +124,6 @@ def _differ(ones: list[torch.Tensor], others: list[torch.Tensor], bound: float) 
 
 
 def likely_reason(inner: Model, name: str, patched: bool, tree: bool = False) -> str:
-    """The likely reason why a module of a model lets documents, or the segments of a tree, see each other."""
     module: Any = inner.get_submodule(name)
     layers = ModelLayers(inner)
     cls, own = type(module).__name__, "path" if tree else "document"

@@ -1,8 +1,7 @@
 """Hooks that only look: they need no proof, and no proof calls them.
 
 A hook that nobody knows is watched in every forward and backward that runs anyway. As long as it returns nothing and
-changes nothing, the model computes what it would compute without it. With the first call that changes something, the
-batch is proven on the spot, before its numbers are used.
+changes nothing, it has no effect. With the first call that changes something, the batch is proven before its use.
 """
 
 from __future__ import annotations
@@ -29,23 +28,18 @@ HOOKS = {
     "_backward_pre_hooks": "a backward pre-hook",
     "_backward_hooks": "a backward hook",
 }
-"""The tables of a module's hooks, and what each holds."""
 
+# Torch's hooks of all modules.
 EVERYWHERE = tuple((what, getattr(torch.nn.modules.module, f"_global{table}")) for table, what in HOOKS.items())
-"""The tables of torch's hooks of all modules, each after what it holds."""
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class _Thread(threading.local):
-    """What this thread does with hooks that have only looked.
-
-    Attributes:
-        calls: what a proof does: it leaves them out (False), or calls them all the same (True); None without a proof.
-        read: takes the state that unknown code reads, while a batch runs that was proven without them; else None.
-    """
-
+    # What a proof does with hooks that have only looked: it leaves them out (False), or calls them all the same (True).
+    # It is None without a proof.
     calls: bool | None = None
+    # Takes the state that unknown code reads, while a batch runs that was proven without these hooks; else None.
     read: Callable[[], Any] | None = None
 
 
@@ -54,7 +48,7 @@ thread = _Thread()
 
 @contextlib.contextmanager
 def called(calls: bool | None) -> Iterator[None]:
-    """Say what becomes of hooks that have only looked inside this context: see ``thread.calls``."""
+    # This sets _Thread.calls for hooks that have only looked.
     before, thread.calls = thread.calls, calls
     try:
         yield
@@ -63,19 +57,14 @@ def called(calls: bool | None) -> Iterator[None]:
 
 
 class WatchedHook:
-    """A hook that is watched. It stands in the hook's place in a table of hooks.
-
-    Attributes:
-        function: the hook.
-        changes: whether it has returned something, or changed something in place.
-        feeds: whether it has changed what unknown code reads. A replica's is not what it changes then.
-        times: how often it was watched.
-        module: the module, of a hook of a tensor that a module's hook has registered.
-        by: that module's hook.
-    """
+    """A hook that is watched. It stands in the hook's place in a table of hooks."""
 
     def __init__(self, function: Any, module: Any = None, by: WatchedHook | None = None) -> None:
+        # Of a hook of a tensor that a module's hook has registered, ``module`` is the module and ``by`` that module's
+        # hook.
         self.function, self.module, self.by = function, module, by
+        # ``changes``: it has returned something, or changed something in place. ``feeds``: it has changed what unknown
+        # code reads, and that is then not a replica's.
         self.changes, self.feeds, self.times = False, False, 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -104,15 +93,10 @@ class WatchedHook:
 
 
 class _Given:
-    """What a hook was given, as it is now: tensors, and what the module's code reads of the module.
-
-    Args:
-        module: the hook's module.
-        given: its arguments.
-        values: whether values are compared, too. Some ways to change a tensor leave its version as it was (``.data``).
-    """
+    """What a hook was given, as it is now: tensors, and what the module's code reads of the module."""
 
     def __init__(self, module: torch.nn.Module, given: Any, values: bool) -> None:
+        # ``values`` are compared, too, because some ways to change a tensor leave its version as it was (``.data``).
         self.module, self.given, self.values = module, given, values
         self.tensors = self._tensors()
         self.prints = self._prints()
@@ -136,7 +120,6 @@ class _Given:
             return found + [_sums(each) for each in self.tensors if id(each) not in below]
 
     def has_changed(self) -> bool:
-        """Whether a tensor is another one or has other values, or the module another attribute that its code reads."""
         if len(now := self._tensors()) != len(self.tensors) or any(a is not b for a, b in zip(now, self.tensors)):
             return True
         if self._prints() != self.prints:
@@ -146,7 +129,6 @@ class _Given:
         return bool(names) and any(names & inspecting.words_within(each) for each in _functions(type(self.module)))
 
     def watch_tensors(self, by: WatchedHook) -> None:
-        """Watch the hooks that have come to the tensors."""
         with unobserved():
             for one, before in zip(self.tensors, self.hooked):
                 for key in {*_hooks_of(one)} - before:
@@ -156,13 +138,13 @@ class _Given:
 
 
 def place(values: torch.Tensor) -> int:
-    """Where a tensor's values are; 0 if that cannot be said."""
+    # 0 if it cannot be said where the values are.
     plain = type(values) in (torch.Tensor, torch.nn.Parameter) and values.layout == torch.strided
     return values.data_ptr() if plain and values.device.type != "meta" else 0
 
 
 def _sums(values: torch.Tensor) -> Any:
-    """The sums of the bits of a tensor's vectors, for which nothing as large is made."""
+    # The bits of each vector are added up, so that nothing as large as the tensor is made.
     if not place(values) or values.is_complex():
         return None
     bits = values.detach().view(_BITS[values.element_size()]) if values.is_floating_point() else values.detach()
@@ -191,7 +173,7 @@ def _is_of_all(table: Any) -> bool:
 
 
 def watch(model: Model) -> None:
-    """Watch the hooks of a model's modules that nobody knows, and those of all modules: torch's count, too."""
+    # Hooks of all modules are watched even if they are known, as torch's are.
     noisy = getattr(embedding_of(model), "_forward_hooks", None)  # such hooks are called for each document
     for table in _tables(model):
         for key, hook in list(table.items()):
@@ -202,12 +184,10 @@ def watch(model: Model) -> None:
 
 
 def watched(model: Model) -> list[WatchedHook]:
-    """The hooks that are watched in a model, and of all modules."""
     return [hook for table in _tables(model) for hook in table.values() if isinstance(hook, WatchedHook)]
 
 
 def release(model: Model, everywhere: bool) -> None:
-    """Put a model's own hooks back, and those of all modules if ``everywhere`` is set."""
     for table in _tables(model):
         for key, hook in list(table.items()):
             if isinstance(hook, WatchedHook) and (everywhere or not _is_of_all(table)):
@@ -215,7 +195,7 @@ def release(model: Model, everywhere: bool) -> None:
 
 
 def has_only_looked(hook: Any) -> bool:
-    """Whether a hook is watched and has changed nothing, or will be watched before it is called."""
+    # A hook that is not watched yet will be, before it is called.
     return (
         not hook.changes
         if isinstance(hook, WatchedHook)

@@ -1,17 +1,7 @@
 """The proof, on a model's first packed batch, that unknown modules keep its documents apart.
 
-``apply`` knows the modules of torch and Transformers. It cannot see whether other modules (remote code, subclasses,
-wrappers around a layer, a forward set on an object) mix tokens along the row. The proof runs the batch again with other
-input embeddings in some documents: in every second one, in the first alone, and so that of any two each is changed
-without the other. A change in the others is a leak. In a tree of segments this is done at each depth, so that a leak
-between siblings is seen too.
-
-Other documents' tokens show nothing of code that reads the length of the row: noise that is scaled by it (NEFTune), a
-mean. So documents are run in rows of their own, too.
-
-For n documents this takes 4 + 2 log2(n) forwards, in training a backward for all but three of them, and up to
-:data:`SHORT` documents alone, which have at most as many tokens as the row. Every run begins with what the modules kept
-before the first.
+The batch is run again with other input embeddings in some documents: a change in the others is a leak. Documents are
+run in rows of their own, too, which shows code that reads the length of the row.
 """
 
 from __future__ import annotations
@@ -50,34 +40,20 @@ class Unseen(Exception):
     """Other embeddings changed nothing, not even where they were exchanged, so that nothing is proven."""
 
 
+# Up to so many documents, each one is run alone. Of more, these are the first, the last, the shortest of two tokens or
+# more, and the longest.
 SHORT = 8
-"""The number of documents up to which each one is run alone. Of more, these are the first, the last, the shortest of
-two tokens or more, and the longest."""
 
 
 def prove(model: Model, call: Call, mask: PackedMask, itself: bool = False, hooks: bool = False) -> None:
-    """Prove that the documents of a packed batch do not see each other, in the mode in which they are computed.
-
-    The outputs of documents between those with other embeddings must not change, and, with gradients enabled, they must
-    send none to these embeddings. A replica is run, so that other threads may compute with the model meanwhile; a model
-    that is sharded is run itself.
-
-    Args:
-        model: the model that was called.
-        call: its arguments by name, with labels, because a forward of other code may require them.
-        mask: the packed mask.
-        itself: whether the model itself is run. Another thread must not use it meanwhile.
-        hooks: whether hooks that only look are called, because other code may read what they keep. It is put back.
-
-    Raises:
-        Unseen: a forward of other code calls the model itself, and not what it is handed.
-        PackingNotIsolated: documents see each other. The error names the module.
-    """
+    # For n documents this takes 4 + 2 log2(n) forwards, in training a backward for all but three of them, and up to
+    # SHORT documents alone. ``call`` has labels, because a forward of other code may require them. ``hooks`` calls
+    # hooks that only look, because other code may read what they keep.
     gradients = torch.is_grad_enabled()
     with contextlib.ExitStack() as stack:
         stack.enter_context(looking.called(hooks))
         stack.enter_context(outside_the_forward(mask.device))
-        if itself or is_sharded(model):
+        if itself or is_sharded(model):  # no other thread may use the model meanwhile; a replica lets them
             stack.enter_context(left_as_it_was(model, evaluates=False))
             open_gates(model, [] if is_sharded(model) else unknown_modules(model))
             run = model
@@ -92,7 +68,7 @@ def prove(model: Model, call: Call, mask: PackedMask, itself: bool = False, hook
 
 
 def call_hooks(model: Model, call: Call, mask: PackedMask) -> None:
-    """Compute a packed batch once, backward too with gradients enabled, to see what hooks do that are watched."""
+    # The batch is computed once, to see what the hooks do that are watched.
     gradients = torch.is_grad_enabled()
     with outside_the_forward(mask.device), autocast_uncached() if gradients else without_gradients():
         run = replica(model)
@@ -105,7 +81,7 @@ def call_hooks(model: Model, call: Call, mask: PackedMask) -> None:
 
 
 def example_of(model: Model, patch: Patched, tree: bool) -> tuple[Call, PackedMask]:
-    """The arguments and the packed mask of an example batch, for use while a graph is captured."""
+    # It is used while a graph is captured.
     call = example(model.get_input_embeddings().weight.device, model, tree)
     mask = packed_mask_of(call, patch)
     assert mask is not None, "the example holds several documents"
@@ -113,17 +89,14 @@ def example_of(model: Model, patch: Patched, tree: bool) -> tuple[Call, PackedMa
 
 
 class _Runs:
-    """Runs of one packed batch in which the input embeddings of some tokens are exchanged.
-
-    ``model`` is the one that is run, the replica, ``original`` the one that was called, and ``state`` what each run
-    begins with. ``leaf`` is what the model was given as input embeddings in the last run.
-    """
+    """Runs of one packed batch in which the input embeddings of some tokens are exchanged."""
 
     def __init__(self, model: Model, original: Model, call: Call, mask: PackedMask, state: State) -> None:
+        # ``model`` is the one that is run: a replica, or ``original`` itself. Each run begins with ``state``.
         self.model, self.original, self.call, self.mask, self.state = model, original, call, mask, state
         self.shape, self.device = mask.shape, mask.device
         self.decoder = models(model)[-1]
-        self.leaf: torch.Tensor | None = None
+        self.leaf: torch.Tensor | None = None  # what the model was given as embeddings in the last run
         self.is_tree = mask.boundaries.tree is not None
         self.tree = mask.boundaries.tree or Tree(mask.boundaries.lengths, [-1] * len(mask.boundaries), mask.device)
         self.real = torch.tensor(True) if mask.real is None else mask.real.to(self.device) != 0
@@ -133,16 +106,13 @@ class _Runs:
 
     @functools.cached_property
     def bound(self) -> float:
-        """The largest change that is accepted: 0, or rounding in what is quantized and where tokens pick experts.
-
-        It takes two runs to know, so it is asked for where something changed only.
-        """
+        # It is 0, or rounding in what is quantized and where tokens pick experts. It takes two runs to know, so it is
+        # asked for only where something changed.
         runs = (functools.partial(self._run, tokens) for tokens in (None, torch.ones(self.shape, dtype=torch.bool)))
         rounds = hasattr(self.model, "hf_quantizer") or picks(runs, math.prod(self.shape))
         return rounding(self.dtype) if rounds else 0.0
 
     def require_apart(self, gradients: bool) -> None:
-        """Raise :class:`PackingNotIsolated` if some documents reach others, or gradients of others reach them."""
         before, lengths = self.outputs(None), torch.tensor(self.tree.lengths)
         for chosen in exchanges(self.tree):
             exchanged = torch.tensor(chosen).repeat_interleave(lengths).view(self.shape).to(self.device)
@@ -164,7 +134,8 @@ class _Runs:
                 )
 
     def require_as_alone(self) -> None:
-        """Raise :class:`PackingNotIsolated` if a document's outputs are others than in a row of its own."""
+        # Other documents' tokens show nothing of code that reads the length of the row: a mean, or noise that is scaled
+        # by it (NEFTune).
         far = self.from_alone()
         if far > 0:
             raise PackingNotIsolated(
@@ -174,12 +145,8 @@ class _Runs:
             )
 
     def from_alone(self) -> float:
-        """How far documents' outputs are from those in rows of their own, relative to the largest; 0 if unknown.
-
-        Of a tree, it is the paths of segments. It is 0, too, if rounding moves the row as far, as kernels round by the
-        length of a row. It is unknown for pictures, whose parts are not known, and if something draws random numbers
-        that cannot be made constant, as a kernel with dropout does.
-        """
+        # Relative to the largest output; 0 if unknown. It is unknown for pictures, whose parts are not known, and if
+        # something draws random numbers that cannot be made constant, as a kernel with dropout does.
         paths = [] if passed(self.call, MEDIA) else self._telling_paths()
         if not paths:
             return 0.0
@@ -190,10 +157,8 @@ class _Runs:
         return max(self._from_alone(path, rows) for path in paths)
 
     def _from_alone(self, path: list[RowSlice], rows: tuple[list[torch.Tensor], list[torch.Tensor]]) -> float:
-        """How far a path's outputs are from those in a row of its own, relative to the largest; 0 if it cannot be run.
-
-        ``rows`` are the outputs of the batch, and those with other rounding.
-        """
+        # It is 0 if rounding moves the row as far, because kernels round by the length of a row. ``rows`` are the
+        # outputs of the batch, and those with other rounding.
         call, labels = dict(self.call), self.call.get("labels")
         if labels is not None and tuple(labels.shape[:2]) != self.shape:  # one for each document
             del call["labels"]
@@ -211,7 +176,6 @@ class _Runs:
         return float(far.max()) if far.mean() > rounding.mean() or far.max() > 2 * rounding.max() else 0.0
 
     def _telling_paths(self) -> list[list[RowSlice]]:
-        """The segments of all paths without padding, or of more than :data:`SHORT` of those that tell most."""
         slices, real = self._slices(), self.real.cpu().expand(self.shape)
         tree = Tree([place.length for place in slices], [place.parent for place in slices], torch.device("cpu"))
         paths = [[slices[each] for each in tree.path(leaf)] for leaf in tree.leaves]
@@ -230,10 +194,8 @@ class _Runs:
         constant_draws: bool = False,
         rounded: bool = False,
     ) -> list[torch.Tensor]:
-        """The outputs per token of the base model, and projections of the model's, each ``[batch, length, numbers]``.
-
-        Runs with one seed draw the same random numbers, or constants, as far as they can be.
-        """
+        # Per token, ``[batch, length, numbers]``: the base model's outputs, and projections of the model's. Runs with
+        # one seed draw the same random numbers, or constants, as far as they can be.
         found: list[torch.Tensor] = []
         torch.manual_seed(seed)
         random.seed(seed)
@@ -249,7 +211,6 @@ class _Runs:
         return found if self.model is self.decoder else [*found, *map(projected, self._of_tokens(output))]
 
     def _run(self, exchanged: torch.Tensor | None) -> Any:
-        """The output of the model with other embeddings for some tokens. Sets ``leaf``."""
         self.state.put_back()
         embeddings = Embeddings(exchanged, self.shape)
         call = dict(self.call)
@@ -263,7 +224,7 @@ class _Runs:
         return output
 
     def _of_tokens(self, output: Any) -> list[torch.Tensor]:
-        """What an output of any form holds for each token, or for its document, ``[batch, length, numbers]``."""
+        # What the output holds for each token, or for its document, ``[batch, length, numbers]``.
         found = []
         for value in filter(torch.Tensor.is_floating_point, tensors(output)):
             if value.shape[:2] == self.shape and not (self.pools and value.dim() == 2):
@@ -276,7 +237,7 @@ class _Runs:
         return found
 
     def gradient(self, outputs: list[torch.Tensor], exchanged: torch.Tensor) -> float:
-        """The largest gradient from the outputs of other tokens to exchanged embeddings, relative to the largest."""
+        # The largest gradient from the outputs of other tokens to exchanged embeddings, relative to the largest of all.
         total = random_sum(outputs, ~exchanged)
         if self.leaf is None or total is None:
             return 0.0  # without a leaf, the caller finds that nothing was exchanged either
@@ -292,12 +253,10 @@ class _Runs:
         return float(crossing.max() / found.float().abs().max().clamp(min=1e-30))
 
     def suspect(self) -> str:
-        """The beginning of an error: what the model holds that is not known."""
         known = unknown(ModelLayers(self.original)) or "nothing by its class"
         return f"{type(self.model).__name__} holds what fa2patch does not know, {known}"
 
     def leak(self, exchanged: torch.Tensor, how: str) -> str:
-        """The message of the error: what leaks, how it showed, and in which module first."""
         name = self._first_module(exchanged)
         where = "in which module could not be seen"
         if name is not None:
@@ -314,7 +273,6 @@ class _Runs:
         )
 
     def _first_module(self, exchanged: torch.Tensor) -> str | None:
-        """The name of the first module whose output changes for an unexchanged document although its input does not."""
         others = (place for place in self._slices() if not exchanged[place.row, place.start])
         for _, place in zip(range(9), others):
             one = locate.Watched(lambda: self._run(None), self.shape, place)
@@ -329,14 +287,12 @@ class _Runs:
 
 
 class _ConstantDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Inside, what draws from a range or a distribution gets one of its values, for every element the same.
+    """Inside, what draws from a range or a distribution gets one of its values, for every element the same."""
 
-    So noise of one size is one number and not another in every run.
-    """
-
+    # These draw from 0 to 1, or with these as mean and deviation, if they are not told otherwise.
     DRAW = ("uniform_", "normal_", "rand", "rand_like", "randn", "randn_like")
-    """Torch's operators that draw from 0 to 1, or with these as mean and deviation, if they are not told otherwise."""
 
+    # So noise of one size is one number, and not another in every run.
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = function(*args, **(kwargs or {}))
         name = function.overloadpacket.__name__
@@ -350,7 +306,7 @@ class _ConstantDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _apart(found: list[torch.Tensor], expected: list[torch.Tensor]) -> torch.Tensor:
-    """How far the outputs of each token are apart, relative to those of all; infinite where only one is finite."""
+    # Of each token, relative to the outputs of all; infinite where only one of both is finite.
     far = [torch.zeros(1)]
     for one, other in zip(found, expected):
         if one.shape == other.shape:
@@ -362,7 +318,7 @@ def _apart(found: list[torch.Tensor], expected: list[torch.Tensor]) -> torch.Ten
 
 
 def _pooled_segments(tree: Tree, mask: PackedMask) -> torch.Tensor:
-    """The numbers of the segments in which the documents that a head pools end: those with real tokens."""
+    # The numbers of the segments in which the documents end that a head pools: those with real tokens.
     ends = torch.tensor(tree.leaves, dtype=torch.int64)
     if mask.real is None:
         return ends

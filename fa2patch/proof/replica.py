@@ -1,9 +1,7 @@
 """A copy of a model's modules around the same parameters, which runs while other threads compute with the model.
 
-Its hooks, buffers and modes are its own, and a gate that is zero may have another value in it. So are functions on its
-modules that hold a module in their closure, as a forward does that calls the one in whose place it was put. Only a
-forward that calls the model itself past the replica is proven on the model, as a sharded one is, and one that reads
-what hooks keep.
+Its hooks, buffers and modes are its own. Only a model with a forward that calls the model itself past the replica, or
+that reads what hooks keep, is proven itself, as a sharded one is.
 """
 
 from __future__ import annotations
@@ -20,17 +18,13 @@ from .._types import Model
 from ..upstream.calls import Calls
 from ..upstream.inspecting import is_scripted
 
+# Torch keeps a module's parameters, buffers, modules and hooks in these containers.
 _TABLES = tuple(name for name, held in vars(torch.nn.Module()).items() if isinstance(held, (dict, set)))
-"""What torch keeps of a module in containers: its parameters, buffers, modules and hooks."""
 
 
 def replica(model: Model, unknown: Iterable[torch.nn.Module] = ()) -> Model:
-    """Return a copy of a model that shares its parameters, and has modules, hooks and buffers of its own.
-
-    The copy is in the same mode, and none of its parameters asks for a gradient, so that a backward leaves none. A
-    module that was compiled is the one below it. Parameters that are all zero in ``unknown`` modules get small random
-    values in the copy: a gate that begins at zero hides what it will let through.
-    """
+    # No parameter of the copy asks for a gradient, so that a backward leaves none. In ``unknown`` modules, parameters
+    # that are all zero get small random values: a gate that begins at zero hides what it will let through.
     copies: dict[int, Any] = {}
     made: Model = _copied(model, copies)
     for module in list(copies.values()):
@@ -47,6 +41,7 @@ def _copied(module: Any, copies: dict[int, Any]) -> Any:
         copies[id(module)] = module
         return module
     below = vars(module)["_modules"].get("_orig_mod")
+    # The copy of a compiled module is that of the one below it.
     if below is not None and isinstance(module, torch._dynamo.eval_frame.OptimizedModule):
         copies[id(module)] = made = _copied(below, copies)
         return made
@@ -65,7 +60,7 @@ def _copied(module: Any, copies: dict[int, Any]) -> Any:
 
 
 def _rebound(value: Any, copies: dict[int, Any]) -> Any:
-    """An attribute's value with the copy of a module in the place of the module."""
+    # Copies take the places of modules.
     if isinstance(value, torch.nn.Module):
         return copies.get(id(value), value)
     if isinstance(value, types.MethodType):
@@ -86,7 +81,8 @@ def _rebound(value: Any, copies: dict[int, Any]) -> Any:
 
 
 def _of_copies(function: types.FunctionType, copies: dict[int, Any]) -> Any:
-    """A function with cells of its own, in which copies stand in the place of modules."""
+    # The copy has cells of its own. A forward may hold a module in its closure, as one does that calls the forward in
+    # whose place it was put.
     if id(function) in copies:
         return copies[id(function)]
     closure = function.__closure__ or ()
@@ -105,7 +101,8 @@ def _of_copies(function: types.FunctionType, copies: dict[int, Any]) -> Any:
 
 @torch.no_grad()
 def open_gates(model: Model, gates: Iterable[torch.nn.Module]) -> None:
-    """Give parameters that are all zero in ``gates`` small random values: others in their place, in a whole model."""
+    # New parameters take the places of the old ones in the whole model, because the old ones may be shared with another
+    # model.
     generator = torch.Generator().manual_seed(0)
     held = {id(each): each for gate in gates for module in _own(gate) for each in module._parameters.values()}
     opened = {}
@@ -118,7 +115,6 @@ def open_gates(model: Model, gates: Iterable[torch.nn.Module]) -> None:
 
 
 def _share_parameters(model: Model, gates: Iterable[torch.nn.Module]) -> None:
-    """Let a copy's parameters be the same numbers without a gradient, but random where a gate's are all zero."""
     open_gates(model, gates)
     shared: dict[int, torch.nn.Parameter] = {}
     for module in _own(model):
@@ -130,7 +126,7 @@ def _share_parameters(model: Model, gates: Iterable[torch.nn.Module]) -> None:
 
 
 def _own(model: torch.nn.Module | Model) -> Iterator[torch.nn.Module]:
-    """The modules of a copy that are copies themselves."""
+    # Scripted modules are no copies.
     return (module for module in model.modules() if not is_scripted(module))
 
 

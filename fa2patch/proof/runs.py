@@ -24,27 +24,24 @@ _HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs")
 
 
 def rounding(dtype: torch.dtype) -> float:
-    """How much the number of tokens in a grouped expert matmul may change a result, relative to the largest value."""
+    # The number of tokens in a grouped expert matmul may change a result so much, relative to the largest value.
     return _ROUNDING.get(dtype, _ROUNDING_IN_HALF)
 
 
 def near(dtype: torch.dtype) -> float:
-    """The largest distance between a document packed and alone, relative to the largest output."""
+    # The largest distance between a document packed and alone, relative to the largest output.
     return _NEAR.get(dtype, _NEAR_IN_HALF)
 
 
 def roundings(dtype: torch.dtype) -> float:
-    """How many times as far as by :class:`Rounded` two right results may be apart in the mean.
-
-    Measured on random weights of a part of the matrix's architectures, in five dtypes: documents packed and alone were
-    2.4 times as far apart at most, and half as far in half precision, where kernels add up in float32, so that few
-    numbers round otherwise.
-    """
+    # How many times as far as by Rounded two right results may be apart in the mean. Measured on random
+    # weights, in five dtypes, documents packed and alone were 2.4 times as far apart at most. In half precision it was
+    # half of that, because kernels add up in float32, so that few numbers round otherwise.
     return 4.0 if torch.finfo(dtype).bits > 16 else 1.0
 
 
 class _WholeNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Inside, ``made`` gets what operators make of other numbers, if it is as many whole numbers as tokens, or more."""
+    """Collects whole numbers that operators make of other numbers, if there are as many as tokens, or more."""
 
     supports_higher_order_operators = True  # so that torch hands flex attention to a mode, too
 
@@ -62,17 +59,15 @@ class _WholeNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class Rounded(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Inside, every number of a matrix product, a convolution or attention is another one by one rounding.
+    """Inside, every number of a matrix product, a convolution or attention is another one by one rounding."""
 
-    That is what another processor, kernel or number of tokens may make of it, so how far a result moves is how far two
-    right results may be apart on this machine, in the dtype that each product is computed in and through all layers.
-    What computes in float64 counts as float32, in which layers compute norms and rotary embeddings.
-    """
-
+    # Another processor, kernel or number of tokens may round so. How far a result moves is therefore how far two right
+    # results may be apart on this machine, in the dtype that each product is computed in and through all layers.
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = function(*args, **(kwargs or {}))
         if function.overloadpacket in _products():
             values = output[0] if isinstance(output, tuple) else output
+            # What computes in float64 counts as float32, in which layers compute norms and rotary embeddings.
             eps = torch.finfo(torch.float32 if values.dtype == torch.float64 else values.dtype).eps
             # up and down, because a norm would undo one direction; by the value, as a part of a DTensor has no place
             values.mul_(1 + eps * torch.cos(1e4 * values.float()).sign())
@@ -81,7 +76,7 @@ class Rounded(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @functools.cache
 def _products() -> Collection[Any]:
-    """Torch's own table of operators that do matrix products."""
+    # Torch's own table of operators that do matrix products.
     from torch.utils import flop_counter  # a proof needs it, and most processes make none
 
     names = ("flop_registry", "flop_mapping")  # the second in torch 2.1
@@ -90,15 +85,9 @@ def _products() -> Collection[Any]:
 
 
 def picks(runs: Iterable[Callable[[], object]], tokens: int) -> bool:
-    """Whether a model picks something for each of ``tokens`` by their values, as a router picks their experts.
-
-    Then other tokens decide how many share a token's matmul, which rounds by that number. It shows in whole numbers
-    that are others in another run. A model whose runs cannot be watched picks nothing: it gets the stricter bound.
-
-    Args:
-        runs: runs of the model, each with other tokens.
-        tokens: how many they are.
-    """
+    # Whether a model picks something for each token by its value, as a router picks experts. Then other tokens decide
+    # how many share a token's matmul, which rounds by that number. It shows in whole numbers that are others in another
+    # run, with other tokens.
     made = []
     try:
         for run in runs:
@@ -106,7 +95,7 @@ def picks(runs: Iterable[Callable[[], object]], tokens: int) -> bool:
             with torch.no_grad(), eagerly(), mode:
                 run()
             made.append(mode.made)
-    except Exception as error:
+    except Exception as error:  # a model whose runs cannot be watched gets the stricter bound
         if is_no_verdict(error):
             raise
         return False
@@ -116,11 +105,7 @@ def picks(runs: Iterable[Callable[[], object]], tokens: int) -> bool:
 
 @contextlib.contextmanager
 def left_as_it_was(model: Model, evaluates: bool = True) -> Iterator[None]:
-    """Put a model in eval mode with gradients enabled, and restore it afterwards, also after an error.
-
-    What its modules keep (:class:`State`), their hooks and gradients and the random state are restored. The values of
-    parameters are not saved. Without ``evaluates``, its modules keep their modes.
-    """
+    # Hooks, gradients, the random state and what modules keep are restored, and the values of parameters are not saved.
     modules = [module for module in model.modules() if isinstance(module, torch.nn.Module)]
     hooks = [(vars(module)[name], dict(vars(module)[name])) for module in modules for name in _HOOKS]
     state = State(modules)
@@ -146,15 +131,7 @@ def left_as_it_was(model: Model, evaluates: bool = True) -> Iterator[None]:
 
 
 class Embeddings:
-    """Hands a model other input embeddings for some tokens, as a leaf that gradients reach if they are enabled.
-
-    Attributes:
-        exchanged: bool ``[batch, length]``, the tokens whose vectors are rolled by one and scaled by 1.25; None for no
-            token.
-        shape: ``(batch, length)`` of the embeddings that are meant; None for any.
-        split: the model that splits the rows, if one does: the leaf is then of whole rows.
-        leaf: what the model was given first; None before that.
-    """
+    """Hands a model other input embeddings for some tokens, as a leaf that gradients reach if they are enabled."""
 
     def __init__(
         self,
@@ -162,11 +139,12 @@ class Embeddings:
         shape: tuple[int, int] | None = None,
         split: WholeRows | None = None,
     ) -> None:
+        # ``exchanged`` is bool ``[batch, length]``, and ``shape`` is that of the embeddings that are meant; None for
+        # any. If a model splits the rows, the leaf is of whole rows.
         self.exchanged, self.shape, self.split = exchanged, shape, split
-        self.leaf: torch.Tensor | None = None
+        self.leaf: torch.Tensor | None = None  # what the model was given first
 
     def given(self, embedded: torch.Tensor) -> torch.Tensor:
-        """What a model is given in the place of its embeddings ``[batch, length, width]``."""
         if self.shape is not None and embedded.shape[:2] != self.shape:
             return embedded
         if self.exchanged is not None:
@@ -181,10 +159,7 @@ class Embeddings:
 
     @contextlib.contextmanager
     def of(self, model: Model, before_hooks: bool) -> Iterator[None]:
-        """Replace what the embedding of a model returns inside this context, before or after what its hooks make of it.
-
-        Hooks may mix tokens. Those of tensor parallelism make a plain tensor of a part of one.
-        """
+        # Hooks may mix tokens. Those of tensor parallelism make a plain tensor of a part of one.
         embedding = model.get_input_embeddings()
 
         def hook(module: torch.nn.Module, args: Args, output: torch.Tensor) -> torch.Tensor:
@@ -198,11 +173,6 @@ class Embeddings:
 
 
 def outputs(model: Model, call: Call) -> torch.Tensor:
-    """The logits of a model, which may be wrapped; else its last hidden states, or the first entry of a tuple.
-
-    Raises:
-        PackingNotIsolated: these are no values per token, ``[batch, length, ...]``.
-    """
     given = model(**call)
     found = getattr(given, "logits", None)
     if found is None:
@@ -220,11 +190,6 @@ def outputs(model: Model, call: Call) -> torch.Tensor:
 
 
 def outputs_and_embeddings(model: Model, inner: Model, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
-    """The :func:`outputs` of a model around ``inner``, and its input embeddings, a leaf that requires gradients.
-
-    Raises:
-        PackingNotIsolated: the model returns no values per token, or its input embeddings cannot be seen.
-    """
     split = model if isinstance(model, WholeRows) else None
     embeddings = Embeddings(split=split)
     with embeddings.of(inner, before_hooks=False):
@@ -252,11 +217,8 @@ def outputs_and_embeddings(model: Model, inner: Model, call: Call) -> tuple[torc
 
 @contextlib.contextmanager
 def dtypes_saved() -> Iterator[set[torch.dtype]]:
-    """Collect the dtypes of floating-point tensors that are saved for a backward.
-
-    They show the dtype that a model computes in, which its weights and outputs do not: autocast and sharding with mixed
-    precision take float32 weights and return float32 outputs. A compiled model saves its tensors likewise.
-    """
+    # They show the dtype that a model computes in, which its weights and outputs do not: autocast and sharding with
+    # mixed precision take float32 weights and return float32 outputs. A compiled model saves its tensors likewise.
     seen: set[torch.dtype] = set()
 
     def keep(saved: torch.Tensor) -> torch.Tensor:

@@ -18,17 +18,14 @@ from .inputs import PER_TOKEN
 
 
 class WholeRows(torch.nn.Module):
-    """Calls a model with this process's part of whole rows, and gathers its outputs.
-
-    Every process of the group must make the same calls. Rows are padded to a multiple of the processes by a document of
-    its own, whose outputs are cut off. With ``counts_labels``, the loss is the mean over the labels that are passed; a
-    patched model ignores some.
-    """
+    """Calls a model with this process's part of whole rows, and gathers its outputs."""
 
     def __init__(self, model: Model, part: RowPart, counts_labels: bool) -> None:
         super().__init__()
         self.model, self.part, self.counts_labels = model, part, counts_labels
 
+    # Every process of the group must make the same calls. Rows are padded to a multiple of the processes by a document
+    # of its own, whose outputs are cut off.
     def forward(self, **batch: Any) -> Any:
         length = batch["input_ids"].shape[1]
         own = self._own(_padded(batch, -length % self.part.of))
@@ -37,23 +34,23 @@ class WholeRows(torch.nn.Module):
         named = {"logits": output.logits} if hasattr(output, "logits") else {"last_hidden_state": output[0]}
         found = {name: self.gathered(value)[:, :length] for name, value in named.items()}
         loss = getattr(output, "loss", None)
+        # The mean is over the labels that are passed. A patched model ignores some, so its labels are not counted.
         if loss is not None and labels is not None and self.counts_labels:
             found["loss"] = self._mean(loss, labels)
         return SimpleNamespace(**found)
 
     def gathered(self, values: torch.Tensor, dim: int = 1) -> torch.Tensor:
-        """The values of whole rows, from those of the part. The gradient of the part's values is their own."""
+        # The gradient of the part's values is their own.
         gathered: torch.Tensor = _Gather.apply(values, dim, self.part)  # type: ignore[no-untyped-call]
         return gathered
 
     def summed(self, gradient: torch.Tensor) -> torch.Tensor:
-        """The sum of the processes' gradients with respect to one tensor that all of them hold."""
         gradient = gradient.contiguous()
         dist.all_reduce(gradient, group=ulysses.groups[self.part.group])
         return gradient
 
     def _own(self, batch: Call) -> Call:
-        """The part's tokens, with labels shifted before rows are split, as by DeepSpeed's loader."""
+        # Labels are shifted before rows are split, as by DeepSpeed's loader.
         length = batch["input_ids"].shape[1]
         if batch.get("labels") is not None:
             shifted = torch.nn.functional.pad(batch["labels"], (0, 1), value=IGNORED_LABEL)[:, 1:]
@@ -66,7 +63,6 @@ class WholeRows(torch.nn.Module):
         return {**batch, **split}
 
     def _mean(self, loss: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """The mean loss of all parts' tokens."""
         count = (labels != IGNORED_LABEL).sum()
         sums = torch.stack([torch.where(count > 0, loss.detach() * count, 0.0), count.to(loss.dtype)])
         dist.all_reduce(sums, group=ulysses.groups[self.part.group])
@@ -85,7 +81,7 @@ class _Gather(torch.autograd.Function):
 
 
 def _padded(batch: Call, more: int) -> Call:
-    """The batch with position ids, and with a document of so many tokens added to every row."""
+    # A document of ``more`` tokens is added to every row.
     batch = dict(batch)
     ids = batch["input_ids"]
     if batch.get("position_ids") is None and batch.get("cu_seq_lens_q") is None:
@@ -99,7 +95,7 @@ def _padded(batch: Call, more: int) -> Call:
 
 
 def _added(name: str, value: torch.Tensor, more: int) -> torch.Tensor:
-    """What an argument ``[..., length]`` holds for the added tokens, ``[..., more]``."""
+    # ``[..., more]``, for a value ``[..., length]``
     last = value[..., -1:].expand(*value.shape[:-1], more)
     if name == "position_ids":
         return torch.arange(more, device=value.device).to(value.dtype).expand_as(last)
@@ -111,7 +107,7 @@ def _added(name: str, value: torch.Tensor, more: int) -> torch.Tensor:
 
 
 def _with_one_more(batch: Call, shape: torch.Size, more: int) -> Call:
-    """Lengths with one more document at the end of every row."""
+    # The lengths have one more document at the end of every row.
     cu = batch["cu_seq_lens_q"].flatten()
     rows = torch.arange(1, shape[0] + 1, device=cu.device, dtype=cu.dtype)
     moved = cu + (cu - 1).clamp(min=0) // shape[1] * more
@@ -122,13 +118,8 @@ def _with_one_more(batch: Call, shape: torch.Size, more: int) -> Call:
 
 @contextlib.contextmanager
 def whole(model: Model, inner: Model, patched: bool) -> Iterator[Any]:
-    """Give a model around ``inner`` that takes whole rows. It is the model itself if no engine splits rows in training.
-
-    Evaluation is split like training inside this context, also if the engine was told to leave it out.
-
-    Raises:
-        PackingNotIsolated: an engine that cannot be taken splits rows.
-    """
+    # The model itself is yielded if no engine splits rows in training. Inside, evaluation is split like training, also
+    # if the engine was told to leave it out.
     with ulysses.evaluation_split_too():
         part = ulysses.row_part(inner, {})
         yield model if part is None else WholeRows(model, part, counts_labels=not patched)

@@ -21,10 +21,10 @@ from ..upstream import inspecting
 from ..upstream.foreign import is_known, is_of_transformers
 from .looking import HOOKS, WatchedHook, place, watched
 
+# A module's hooks come and go while it runs.
 _TABLES = frozenset(
     name for name in vars(torch.nn.Module()) if name.endswith(("_hooks", "_hooks_with_kwargs", "_called"))
 )
-"""Where a module holds its hooks, which come and go while it runs."""
 
 _CONTAINERS = (dict, list, set, deque)
 _PLAIN = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device)
@@ -38,18 +38,13 @@ class _Names:
 
 
 class State:
-    """What modules keep now.
-
-    Args:
-        modules: the modules.
-        of_hooks: whether what their hooks keep is put back, too.
-        read_by: global names and attributes. If they are given, the state is compared only, and of modules only those
-            attributes count; else it can be put back.
-    """
+    """What modules keep now."""
 
     def __init__(
         self, modules: Iterable[torch.nn.Module], of_hooks: bool = False, read_by: frozenset[str] | None = None
     ) -> None:
+        # ``of_hooks``: what hooks keep is put back, too. ``read_by``: global names and attributes. With them, the state
+        # can only be compared, not put back, and of modules only these attributes count.
         self._of_hooks, self._read_by = of_hooks, read_by
         self._entered: dict[int, Any] = {}  # kept alive, so that no other object gets an id of these
         self._contents: list[tuple[Any, Any]] = []
@@ -66,11 +61,9 @@ class State:
             waiting += [*self._inside(value)][::-1]  # the first of them is looked at first
 
     def has_changed(self) -> bool:
-        """Whether anything is not as it was."""
         return any(not _same(value, self._content(value), content) for value, content in self._contents)
 
     def put_back(self) -> None:
-        """Put back what has changed since. A tensor that was changed in place gets its values again."""
         for table, keys in self._tables:  # 5.x adds hooks in a module's first call, and keeps that it has
             for key in table.keys() - keys:
                 if is_of_transformers(table[key]):
@@ -107,7 +100,7 @@ class State:
         return self._read_by is None or name in self._read_by
 
     def _inside(self, value: Any) -> Iterator[Any]:
-        """What a value holds. Its content is kept if it may change."""
+        # The content of what may change is kept.
         if isinstance(value, torch.nn.Module):
             yield from () if inspecting.is_scripted(value) else self._of_module(value)
         elif isinstance(value, torch.nn.Parameter) or (isinstance(value, torch.Tensor) and value.device.type == "meta"):
@@ -163,7 +156,6 @@ class State:
 
 
 def names_of(model: Model) -> frozenset[str]:
-    """The global names and attributes that the unknown code of a model's modules and hooks uses."""
     classes = {cls for module in model.modules() if _is_unknown(module) for cls in type(module).__mro__}
     functions = [each for cls in classes for each in vars(cls).values() if isinstance(each, FunctionType)]
     held = [each for module in model.modules() for each in vars(module).values() if callable(each)]

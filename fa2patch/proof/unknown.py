@@ -1,9 +1,8 @@
 """Which modules of a model may mix tokens in a way that ``apply`` cannot see, and whether any have changed since.
 
-The code of torch and Transformers is known, as it came (:mod:`~fa2patch.upstream.foreign`). Of torch's own modules,
-those are known that look at one token at a time. Functions of Transformers' modeling files are looked at, because other
-packages put their own rotary embedding there. Functions of torch that somebody replaces belong to no model, and are
-not looked at.
+The code of torch and Transformers is known, as it came (:mod:`~fa2patch.upstream.foreign`). Functions of Transformers'
+modeling files are looked at, because other packages put their own rotary embedding there. Functions of torch that
+somebody replaces belong to no model, and are not looked at.
 """
 
 from __future__ import annotations
@@ -27,6 +26,8 @@ from ..upstream.step import MARK, PADDING, ROLE
 from .looking import EVERYWHERE, HOOKS, WatchedHook, has_only_looked
 
 _nn = torch.nn
+
+# Torch's modules that look at one token at a time, and losses, which come after what a document's tokens are.
 _BY_TOKEN = (
     _nn.Linear, _nn.Bilinear, _nn.Embedding, _nn.Identity, _nn.Dropout, _nn.AlphaDropout, _nn.FeatureAlphaDropout,
     _nn.Module, _nn.Sequential, _nn.ModuleList, _nn.ModuleDict, _nn.ParameterList, _nn.ParameterDict,
@@ -35,32 +36,23 @@ _BY_TOKEN = (
     _nn.Hardshrink, _nn.Softplus, _nn.Softshrink, _nn.Softsign, _nn.Threshold,
     _nn.CrossEntropyLoss, _nn.BCEWithLogitsLoss, _nn.MSELoss,
 )  # fmt: skip
-"""Torch's modules that look at one token at a time, and losses, which come after what a document's tokens are."""
 
 _ALONG_THE_LAST = (_nn.Softmax, _nn.LogSoftmax, _nn.Softmin, _nn.GLU)
 _OF_SHAPE = tuple(kind for kind in (_nn.LayerNorm, getattr(_nn, "RMSNorm", None)) if kind is not None)
 
-_NO_FUNCTIONS = {MARK, ROLE, PADDING, "forward"}
-"""Attributes of a module that are ours, and the one that :func:`_forwards` gives."""
+_NO_FUNCTIONS = {MARK, ROLE, PADDING, "forward"}  # attributes that are ours, and the one that _forwards gives
 
 _OUR_HOOKS = (hooks.before_foreign, hooks.after_foreign, forward.runs)
 _of_class, _code_of = attrgetter("forward", "__call__"), attrgetter("__code__")
 
 
 def unknown(model: ModelLayers) -> str:
-    """What is unknown in a model and its layers, with its name and where it is defined; empty if there is nothing.
-
-    That is, in this order: a module's class, its own forward, or another function that it holds, whose code is not
-    known, or that is scripted; a hook of it, or of all modules, that changes something; a function of Transformers'
-    modeling code that was replaced; a module of torch's that looks along the row, outside layers that are patched; an
-    attention layer that computes attention by itself, because such models do not claim flash attention; an
-    architecture, or a release of Transformers, that the compatibility matrix has not found isolated.
-    """
+    """The first thing that is unknown in a model and its layers, and where it is defined; empty if there is nothing."""
     return next(_unknown(model), "")
 
 
 def unknown_modules(model: Model) -> list[torch.nn.Module]:
-    """The modules whose class or own forward is unknown, but for scripted ones, where nothing can be changed."""
+    # Nothing can be changed in scripted modules.
     own = (module for module in named_modules(model).values() if not inspecting.is_scripted(module))
     return [module for module in own if not all(map(is_known, _forwards(module)))]
 
@@ -77,6 +69,7 @@ def _unknown(model: ModelLayers) -> Iterator[str]:
         if type(module) in classes and _looks_along_the_row(module) and not f"{name}.".startswith(inside):
             yield f"{name} (torch's {type(module).__name__}, which may look at other tokens)"
     for layer in model.attention:
+        # Models with such layers do not claim flash attention.
         if layer.seam == "formula" and layer.by_itself:
             yield f"{layer.name} ({type(layer.module).__name__}, which computes attention by itself)"
     model_type, version = getattr(model.model.config, "model_type", ""), sys.modules["transformers"].__version__
@@ -85,7 +78,7 @@ def _unknown(model: ModelLayers) -> Iterator[str]:
 
 
 def _code(modules: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The functions that a model's modules run, each after what it is; None for a scripted module."""
+    # Each function comes after what it is. It is None for a scripted module.
     classes: set[type] = set()
     for name, module in modules.items():
         name, held = name or "the model itself", vars(module)
@@ -104,6 +97,7 @@ def _code(modules: dict[str, Any]) -> Iterator[tuple[str, Any]]:
             yield f"the attribute {attribute} of {name}", value
     for what, everywhere in EVERYWHERE:
         yield from ((f"{what} of all modules", hook) for hook in _changing(everywhere))
+    # Functions of Transformers' modeling code may have been replaced.
     for home, name in replaceable(map(type, modules.values())):
         yield f"{home}.{name}", vars(sys.modules[home])[name]
 
@@ -114,17 +108,13 @@ def _changing(table: dict[int, Any]) -> list[Any]:
 
 
 def replaceable(classes: Iterable[type]) -> Iterator[tuple[str, str]]:
-    """The functions that Transformers' files of these classes define: the file's module, and the function's name there.
-
-    A file's forwards look its functions up by their names, so that other packages replace them there.
-    """
+    # A file's forwards look its functions up by their names, so that other packages replace them there.
     for home in dict.fromkeys(cls.__module__ for cls in classes):
         if home.startswith("transformers."):
             yield from ((home, name) for name in inspecting.functions_defined(home) if name in vars(sys.modules[home]))
 
 
 def _forwards(module: torch.nn.Module) -> Iterator[Any]:
-    """The forward of a module's class, a call of its own that goes around it, and a forward set on the object."""
     yield type(module).forward
     if type(module).__call__ is not _nn.Module.__call__:
         yield type(module).__call__
@@ -133,13 +123,12 @@ def _forwards(module: torch.nn.Module) -> Iterator[Any]:
 
 
 def _is_torchs(cls: type) -> bool:
-    """Whether a class of modules has its forward from torch, and that is not known to look at one token at a time."""
+    # The class has its forward from torch, and that is not known to look at one token at a time.
     owner = inspecting.defining(cls, "forward")
     return inspecting.is_of_torch(owner) and owner not in _BY_TOKEN
 
 
 def _looks_along_the_row(module: torch.nn.Module) -> bool:
-    """Whether a module with such a forward may look at other tokens than the one it computes."""
     if isinstance(module, _ALONG_THE_LAST):
         return getattr(module, "dim", -1) != -1
     if isinstance(module, _OF_SHAPE):
@@ -148,17 +137,7 @@ def _looks_along_the_row(module: torch.nn.Module) -> bool:
 
 
 class Structure:
-    """A model's modules, their classes, hooks and functions, kept as they are now.
-
-    Every packed batch asks :meth:`is_as_kept`, which compares lists in C: about 0.1 µs for a module, and no call of
-    Python's for any. The modules are kept alive until the next look, so that no other object gets the id of one.
-
-    Attributes:
-        number: changes with modules, their classes, the code that they run and its hooks. What fa2patch itself has put
-            there does not count, nor does a hook that is watched, or is known and draws no
-            random numbers.
-        watches: whether a hook is watched.
-    """
+    """A model's modules, their classes, hooks and functions, kept as they are now."""
 
     def __init__(self, model: Model) -> None:
         modules: list[torch.nn.Module] = list(named_modules(model).values())
@@ -167,6 +146,7 @@ class Structure:
         children = [each["_modules"] for each in held]
         hooked = [each[name] for each in held for name in HOOKS if name in each] + [table for _, table in EVERYWHERE]
         names = [(vars(sys.modules[home]), name) for home, name in replaceable(kinds)]
+        # The modules are kept alive until the next look, so that no other object gets the id of one.
         self._modules, self._classes = modules, list(map(type, modules))
         self._held, self._forwards = held, [each.get("forward") for each in held]
         self._empty = [table for table in (*children, *hooked) if not table]
@@ -181,6 +161,8 @@ class Structure:
         self._with_code = list(dict.fromkeys(each for each in plain if isinstance(each, FunctionType)))
         self._codes = list(map(_code_of, self._with_code))
         self.watches = any(isinstance(hook, WatchedHook) for table in hooked for hook in table.values())
+        # It changes with modules, their classes, the code that they run and their hooks. What fa2patch has put there
+        # does not count, nor does a hook that is watched, or that is known and draws no random numbers.
         self.number = self._number(children, hooked)
 
     def _number(self, children: list[Any], hooked: list[Any]) -> int:
@@ -194,11 +176,11 @@ class Structure:
         return hash(tuple(map(id, (*self._modules, *inside, *self._classes, *functions, *codes))))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A pickled model is looked at again."""
+        # A pickled model is looked at again.
         return type(None), ()
 
     def is_as_kept(self) -> bool:
-        """Whether nothing has changed, neither by fa2patch nor by others. Nothing but C runs for a module."""
+        # Every packed batch asks. Lists are compared in C, about 0.1 µs for a module, and no Python runs for any.
         return (
             not any(self._empty)
             and self._tables == self._entries
@@ -211,7 +193,6 @@ class Structure:
 
 
 def mode_of(model: Model) -> int:
-    """A number that changes with the mode of any module, with what is trained, and with gradients on or off."""
     training = tuple(module.training for module in model.modules())
     trained = tuple(parameter.requires_grad for parameter in model.parameters())
     return hash((training, trained, torch.is_grad_enabled()))

@@ -116,32 +116,13 @@ def _check(inner: Model, max_documents: int | None) -> None:
 
 
 class Measurements:
-    """How much the documents of one batch depend on each other, and how far they are from what they are alone.
-
-    A document, segment or run of padding is named by its index in ``slices``. Changes and distances are relative to
-    the largest output of the batch.
-
-    Attributes:
-        batch: the batch without labels.
-        tree: the slices and what each continues. A document is a root without children.
-        word: what the slices are called, ``"segment"`` if one of them has a parent, else ``"document"``.
-        before: the outputs of the batch as it is, ``[batch, length, ...]``.
-        dtype: the coarsest dtype that the outputs are computed in.
-        moved: for each slice the largest change of its outputs, and the slice with other tokens that caused it.
-        gradients: for each chosen document the largest gradient from its outputs to embeddings outside its path.
-        distances: for each chosen document how far its outputs are from those of the document alone; None if the model
-            fails on its one token.
-        followed: for each ``(descendant, chosen segment)`` the change of the descendant's outputs.
-        reached: for each ``(chosen segment, ancestor)`` the largest gradient from its outputs to the ancestor.
-
-    Raises:
-        PackingNotIsolated: the model cannot compute the batch, or its outputs are all zero or not finite, or those of a
-            document do not depend on its own tokens.
-    """
+    """How much the documents of one batch depend on each other, and how far they are from what they are alone."""
 
     def __init__(
         self, model: Model, inner: Model, patched: bool, batch: Call, slices: list[RowSlice], max_documents: int | None
     ) -> None:
+        # A document, segment or run of padding is named by its index in ``slices``. Changes and distances are relative
+        # to the largest output of the batch.
         self.model, self.inner, self.patched = model, inner, patched
         self.labels = batch.get("labels")
         self.batch = {name: value for name, value in batch.items() if name not in LABELS}
@@ -149,27 +130,28 @@ class Measurements:
         if asks or inspecting.takes(type(inner).forward, "state"):
             self.batch["use_cache"] = False  # as in training: RWKV's cache overwrites what its backward needs
         self.slices, self.shape = slices, batch["input_ids"].shape
+        # A document is a root without children.
         self.tree = Tree([place.length for place in slices], [place.parent for place in slices], torch.device("cpu"))
         self.word = "segment" if any(place.parent >= 0 for place in slices) else "document"
         self.max_documents = max_documents
         self.generator = torch.Generator().manual_seed(0)
         self.vocabulary = text_tokens(inner)
         self.media = batch if isinstance(batch, MediaRow) else MediaRow({})
-        self.before, self.dtype = self._outputs()
+        self.before, self.dtype = self._outputs()  # ``[batch, length, ...]``; the coarsest dtype that is computed in
         self.scale = _largest(self.before)
         if not 0 < self.scale < float("inf"):
             raise PackingNotIsolated(
                 f"the model's outputs are {'all zero' if self.scale == 0 else 'not finite'} on this batch, so nothing "
                 "can be said about isolation. Load trained weights, or check them."
             )
+        # The largest change of a slice's outputs, and the slice with other tokens that caused it.
         self.moved: dict[int, tuple[float, int | None]] = {at: (0.0, None) for at in range(len(slices))}
-        self.gradients: dict[int, float] = {}
-        self.distances: dict[int, float | None] = {}
-        self.followed: dict[tuple[int, int], float] = {}
-        self.reached: dict[tuple[int, int], float] = {}
+        self.gradients: dict[int, float] = {}  # the largest from a document's outputs to embeddings outside its path
+        self.distances: dict[int, float | None] = {}  # from alone; None if the model fails on its one token
+        self.followed: dict[tuple[int, int], float] = {}  # by (descendant, segment): how much the descendant moves
+        self.reached: dict[tuple[int, int], float] = {}  # by (segment, ancestor): the largest gradient to the ancestor
 
     def measure(self) -> None:
-        """Exchange and run alone one document after another."""
         for at in self._chosen():
             after, gradient = self._exchanged(at)
             for other, place in enumerate(self.slices):
@@ -186,7 +168,6 @@ class Measurements:
             del after
 
     def _chosen(self) -> list[int]:
-        """The documents to exchange, evenly spread if not all of them, and all padding."""
         real = [at for at, place in enumerate(self.slices) if place.real]
         most = self.max_documents
         if most is not None and len(real) > most:
@@ -194,19 +175,17 @@ class Measurements:
         return real + [at for at, place in enumerate(self.slices) if not place.real]
 
     def number(self, at: int) -> int:
-        """The number of a document, counted from 1; 0 for padding."""
-        return sum(place.real for place in self.slices[: at + 1]) if self.slices[at].real else 0
+        return sum(place.real for place in self.slices[: at + 1]) if self.slices[at].real else 0  # 0 is padding
 
     def named(self, at: int) -> str:
-        """A slice as findings name it: ``"document 2"``, or ``"segment 2"`` in a batch with parents."""
         return f"{self.word} {self.number(at)}" if self.slices[at].real else "padding"
 
     def _outputs(self) -> tuple[torch.Tensor, torch.dtype]:
-        """The outputs of the batch as it is, and the dtype. Labels are tried too, as their loss is compared later."""
         try:
             # with gradients, as when tokens are exchanged, because a call without them may get another kernel
             with dtypes_saved() as dtypes:
                 found = outputs_and_embeddings(self.model, self.inner, self.batch)[0].detach()
+            # Labels are tried, too, because their loss is compared later.
             if self.labels is not None:
                 with torch.no_grad():
                     self.model(**self.batch, labels=self.labels)
@@ -221,7 +200,6 @@ class Measurements:
         return found, max((one for one in dtypes if one.is_floating_point), key=lambda one: torch.finfo(one).eps)
 
     def with_other_tokens(self, at: int) -> Call:
-        """The batch with other tokens in one slice."""
         ids: torch.Tensor = self.batch["input_ids"].clone()
         old = self.slices[at].of(ids)
         drawn = torch.randint(len(self.vocabulary) - 1, old.shape, generator=self.generator)
@@ -233,7 +211,7 @@ class Measurements:
         return {**self.batch, "input_ids": ids}
 
     def _exchanged(self, at: int) -> tuple[torch.Tensor, float]:
-        """The outputs with other tokens in one document, and the largest gradient to what is not on its path."""
+        # The outputs with other tokens in one document, and the largest gradient to what is not on its path.
         place = self.slices[at]
         output, leaf = outputs_and_embeddings(self.model, self.inner, self.with_other_tokens(at))
         found = self._gradient(place.of(output), leaf)
@@ -255,20 +233,16 @@ class Measurements:
         return output.detach(), _largest(rest)
 
     def _gradient(self, own: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
-        """The gradient of a random sum of outputs."""
         (found,) = gradients([own], [leaf])
         return self.model.summed(found) if isinstance(self.model, WholeRows) else found
 
     def alone(self, at: int, batch: Call | None = None) -> Call:
-        """The arguments for one document of a batch alone, or for a segment's path; None for the batch as it is.
-
-        An unpatched model gets a mask of ones in the place of lengths.
-        """
         path = [self.slices[one] for one in self.tree.path(at)]
         given = {name: value for name, value in (batch or self.batch).items() if name not in self.media.parts}
         call = {**on_its_own(given, path, self.shape), **self.media.of(at)}
         if self.patched:
             return call
+        # An unpatched model gets a mask of ones in the place of lengths.
         call = {name: value for name, value in call.items() if name not in LENGTHS}
         return {**call, "attention_mask": torch.ones_like(call["input_ids"])}
 
@@ -289,10 +263,8 @@ class Measurements:
         return _largest(alone[0, -place.length :] - place.of(self.before)) / self.scale
 
     def change_bound(self) -> float:
-        """The largest change with other documents' tokens that is accepted: 0, or rounding where tokens pick experts.
-
-        It takes two runs to know. It is 0 where no change is as small as that, but every rank of a sharded model runs.
-        """
+        # It is 0, or rounding where tokens pick experts, which takes two runs to know. They are left out where no
+        # change is as small as that, but every rank of a sharded model must run them.
         changes = [*(change for change, _ in self.moved.values()), *self.followed.values()]
         if not any(0 < change <= rounding(self.dtype) for change in changes) and not is_sharded(self.inner):
             return 0.0
@@ -301,12 +273,9 @@ class Measurements:
         return rounding(self.dtype) if picks(runs, self.shape.numel()) else 0.0
 
     def distance_bound(self) -> float:
-        """The largest distance that is accepted.
-
-        A layer may compute in float32 inside of float64 and save nothing of it for a backward. Then a document is as
-        far from itself in a batch whose rows all hold it, where nothing but rounding differs. This is measured where
-        float64's bound is not held. The bound is never larger than that of float32.
-        """
+        # A layer may compute in float32 inside of float64 and save nothing of it for a backward. Then a document is as
+        # far from itself in a batch whose rows all hold it, where nothing but rounding differs. This is measured where
+        # float64's bound is not held.
         bound = near(self.dtype)
         far = [at for at, distance in self.distances.items() if distance is not None and distance > bound]
         if self.dtype != torch.float64 or self.media.parts:
@@ -314,7 +283,7 @@ class Measurements:
         return min(near(torch.float32), max([bound, *(10 * self._rounding(at) for at in far)]))
 
     def _rounding(self, at: int) -> float:
-        """How far the outputs of a document alone are from those in a batch of about as many tokens that repeats it."""
+        # How far a document alone is from itself in a batch of about as many tokens that repeats it.
         call, size = self.alone(at), self.tree.offsets[at] + self.slices[at].length
         rows = max(2, self.shape.numel() // size)
         repeated = {
@@ -328,7 +297,7 @@ class Measurements:
             return _largest(outputs(self.model, repeated) - outputs(self.model, call)) / self.scale
 
     def dependence_alone(self, at: int, ancestor: int) -> tuple[float, float]:
-        """How the outputs of a segment at the end of its path alone change with an ancestor, and the gradient to it."""
+        # How the outputs of a segment at the end of its path alone change with an ancestor, and the gradient to it.
         length, start = self.slices[at].length, self.tree.offsets[ancestor]
         output, leaf = outputs_and_embeddings(self.model, self.inner, self.alone(at))
         own = output[0, -length:]
@@ -340,16 +309,13 @@ class Measurements:
 
 
 def _largest(values: torch.Tensor) -> float:
-    """The largest absolute value; infinity if a value is NaN."""
     found = float(values.detach().float().abs().max()) if values.numel() else 0.0
-    return found if found == found else float("inf")
+    return found if found == found else float("inf")  # infinite for NaN
 
 
 class _Finding(NamedTuple):
-    """What is wrong, in words (empty if nothing is), with the first module that leaks and its class, or None."""
-
-    reason: str = ""
-    module: str | None = None
+    reason: str = ""  # empty if nothing is wrong
+    module: str | None = None  # the first one that leaks
     cls: str | None = None
 
 
@@ -370,7 +336,7 @@ def _document(measured: Measurements, at: int) -> Document:
 
 
 def _findings(measured: Measurements, bound: float, allowed: float) -> Iterator[_Finding]:
-    """What is wrong, the most telling first. Of each, the module is looked for when it is asked for."""
+    # The most telling come first. The module of each is looked for only when the finding is asked for.
     word, named = measured.word, measured.named
     for at, (change, by) in measured.moved.items():
         if change > bound and by is not None:
@@ -393,12 +359,8 @@ def _findings(measured: Measurements, bound: float, allowed: float) -> Iterator[
 
 
 def _without_ancestor(measured: Measurements, bound: float) -> Iterator[tuple[int, str]]:
-    """The segments that do not depend on an ancestor, and that in words.
-
-    A window, or a state that forgets, may keep a segment from an ancestor rightly. So the path alone decides: nothing
-    is said of a segment that does not depend on the ancestor there either.
-    """
-
+    # A window, or a state that forgets, may rightly keep a segment from an ancestor. So the path alone decides: nothing
+    # is said of a segment that does not depend on the ancestor there either.
     def its(at: int, ancestor: int) -> str:
         parent, found = measured.slices[at].parent == ancestor, measured.named(ancestor)
         return f"its parent, {found}" if parent else f"{found}, which it continues"
@@ -412,10 +374,7 @@ def _without_ancestor(measured: Measurements, bound: float) -> Iterator[tuple[in
 
 
 def _located(measured: Measurements, at: int, call: Call, bound: float, what: str) -> _Finding:
-    """What is wrong, and the first module in which a document is computed differently in ``call`` than in the batch.
-
-    ``call`` is the batch with other tokens, or the document alone: a segment at the end of its path.
-    """
+    # ``call`` is the batch with other tokens, or the document alone: a segment at the end of its path.
     model, inner, place, shape = measured.model, measured.inner, measured.slices[at], call["input_ids"].shape
     there = place if shape == measured.shape else RowSlice(0, shape[1] - place.length, shape[1], True)
     split = model if isinstance(model, WholeRows) else None
@@ -432,7 +391,6 @@ def _located(measured: Measurements, at: int, call: Call, bound: float, what: st
 
 
 def _crossing_labels(measured: Measurements) -> str:
-    """The finding if the first label of a slice has a part in the loss; empty if none has, or without labels."""
     if measured.labels is None:
         return ""
     masked, crossing = measured.labels.clone(), []

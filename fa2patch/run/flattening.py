@@ -1,8 +1,7 @@
 """``fa2patch run --collate``: flatten the padded training batches of a Trainer.
 
-Every training step must give the same result as padded training. The padding collator therefore still makes every
-batch. After that, the tokens that its mask hides are dropped. No code but the model's may look at rows in between.
-:func:`why_trainer_stays_padded` and :func:`why_batch_stays_padded` check that.
+Every training step must give the same result as padded training. So the padding collator still makes every batch, and
+then the tokens that its mask hides are dropped. No code but the model's may look at rows in between.
 """
 
 from __future__ import annotations
@@ -25,19 +24,19 @@ STANDARD = (
 )  # fmt: skip
 HOME = "transformers.data.data_collator"
 
+# Batches go through these methods of a Trainer on their way to the model.
 LOOK_AT_BATCHES = (
     "compute_loss", "training_step", "get_train_dataloader", "get_batch_samples", "_prepare_inputs", "_prepare_input",
 )  # fmt: skip
-"""Methods of a Trainer that batches go through on their way to the model."""
 
 
 def name(collator: Any) -> str:
-    """The name of a collator, which may be a function or an object."""
     return str(getattr(collator, "__name__", type(collator).__name__))
 
 
 def replaced(trainer: Any, methods: Iterable[str]) -> str:
-    """Name the first of these methods that is neither Transformers' nor fa2patch's, in words; empty if none is."""
+    # The first of these methods that is neither Transformers' nor fa2patch's is named in a reason. It is empty if there
+    # is none.
     for method in methods:
         found = getattr(trainer, method, None)
         home = str(getattr(found, "__module__", "transformers"))
@@ -47,11 +46,8 @@ def replaced(trainer: Any, methods: Iterable[str]) -> str:
 
 
 def why_trainer_stays_padded(trainer: Any) -> str:
-    """The reason why the training batches of this Trainer stay padded; empty if they can be flattened.
-
-    Batches can be flattened if a standard collator makes them, if only a patched model that predicts the next token
-    looks at them, and if nothing splits them by rows on the way.
-    """
+    # Batches can be flattened if a standard collator makes them, if only a patched model that predicts the next token
+    # looks at them, and if nothing splits them by rows on the way.
     collator, args = trainer.data_collator, trainer.args
     try:
         model: Any = transformers_model(trainer.model)
@@ -95,27 +91,21 @@ def _cut_up(trainer: Any) -> str:
 
 
 def _dispatched(trainer: Any) -> bool:
-    """Whether accelerate's dispatcher slices batches; by default it does for iterable datasets, on one rank too."""
+    # By default accelerate's dispatcher slices batches of iterable datasets, on one rank too.
     asked = getattr(trainer.accelerator, "dispatch_batches", None)
     return isinstance(trainer.train_dataset, torch.utils.data.IterableDataset) if asked is None else bool(asked)
 
 
 def flattening(trainer: Any) -> Flattening:
-    """The flattening collator for a Trainer; which does not stay padded.
-
-    Up to 5.9, Trainer divides the loss by the number of all labels that are not -100. That counts a row's first label,
-    although no token predicts it. First labels are kept there so that the loss equals that of padded training; the
-    patched model drops them. From 5.10 on, Trainer does not count first labels.
-    """
+    # Up to 5.9, Trainer divides the loss by the number of all labels that are not -100. That counts a row's first
+    # label, although no token predicts it. First labels are kept there so that the loss equals that of padded training.
+    # The patched model drops them. From 5.10 on, Trainer does not count first labels.
     counts_all = not getattr(trainer, "_loss_shifts_labels", False) and getattr(trainer, "label_smoother", None) is None
     return Flattening(trainer.data_collator, keep_first=counts_all, lengths=not _dispatched(trainer))
 
 
 class Flattening:
-    """A collator that pads a batch and flattens it if that computes the same; it can be pickled for DataLoader workers.
-
-    With ``lengths`` it returns ``cu_seq_lens_*`` and ``max_length_*`` too.
-    """
+    """A collator that pads a batch, and flattens it if that computes the same. DataLoader workers can pickle it."""
 
     def __init__(self, padding: Any, keep_first: bool, lengths: bool) -> None:
         self.padding, self.keep_first = padding, keep_first  # the first label of every document; the model drops it
@@ -123,7 +113,6 @@ class Flattening:
         self.said = False
 
     def __call__(self, features: list[Any]) -> Mapping[str, Any]:
-        """Return one row ``[1, T]`` of the batch's real tokens, or the padded batch ``[B, L]`` if they would differ."""
         padded: Mapping[str, Any] = self.padding(features)
         why = why_batch_stays_padded(padded)
         if why:
@@ -141,11 +130,8 @@ class Flattening:
 
 
 def why_batch_stays_padded(padded: Mapping[str, Any]) -> str:
-    """The reason why a padded batch would train differently if it were flattened; empty if it would not.
-
-    Rows must be padded on the right: with padding on the left, the last padding token learns to predict the first real
-    token. Padding must have no labels, there must be no position ids, and every tensor must be ``[B, L]``.
-    """
+    # With padding on the left, the last padding token learns to predict the first real token, so rows must be padded on
+    # the right.
     for key in ("input_ids", "labels", "attention_mask"):
         if not isinstance(padded.get(key), torch.Tensor):
             return f"it has no {key}"

@@ -38,12 +38,11 @@ COUNTS = ("batches", "cells", "tokens")
 
 @functools.cache
 def of_this_process() -> Patcher:
-    """The patcher of a process that ``fa2patch run`` has started."""
     return Patcher(RunOptions.inherited())
 
 
 class Patcher:
-    """Replaces methods when the watched modules are imported, and patches models; owns all that it replaced."""
+    """Replaces methods when the watched modules are imported, and patches models. It owns all that it replaced."""
 
     def __init__(self, options: RunOptions) -> None:
         self.options, self.active = options, True
@@ -60,7 +59,6 @@ class Patcher:
         self._holders: tuple[Any, ...] = ()
 
     def watch(self, module: ModuleType) -> None:
-        """Replace methods of the class for which a module is watched."""
         kind, _, name = WATCHED[module.__name__].partition(":")
         cls = getattr(module, name, None)
         if not self.active or cls is None:  # newer releases keep the module of an older one for its name only
@@ -79,7 +77,6 @@ class Patcher:
             self._watch_constructors(cls, self._holder_constructed)
 
     def off(self) -> None:
-        """Undo the replacements and revert all patches."""
         if not self.active:
             return
         self.active = False
@@ -96,7 +93,6 @@ class Patcher:
             )
 
     def _say_what_was_packed(self) -> None:
-        """Print what all patched models have computed packed, or that nothing was and what may be done."""
         rows = sorted({name for name, done, _ in self._computed if done.rows})
         padded = sorted({name for name, done, _ in self._computed if done.batches})
         why = next((done.why for _, done, _ in self._computed if done.why), "")
@@ -123,17 +119,13 @@ class Patcher:
             )
 
     def patch(self, model: Any) -> None:
-        """Patch a model that was not seen before, or print why it is left alone.
-
-        Raises:
-            UnknownKernel, KernelUnavailable: The requested kernel does not exist or cannot run here.
-        """
+        # A model that was seen before is left as it is.
         if model not in self._seen and status(model) is None:
             self._seen.add(model)
             self._patch(model)
 
     def _patch(self, model: Any) -> None:
-        """Patch a model, or what holds one and makes its batches, or print why it is left alone."""
+        # `model` may also be an object that holds a model and makes its batches.
         name = type(model).__name__
         try:
             why = reads_no_text(model) if is_transformers_model(model) else ""
@@ -171,12 +163,10 @@ class Patcher:
     # --- models: what class methods of PreTrainedModel return to the program ------------------------------------------
 
     def _making(self, original: classmethod[Any, Any, Any]) -> classmethod[Any, Any, Any]:
-        """Patch what ``from_pretrained`` and ``_from_config`` return. ``from_config`` ends in them, too.
-
-        Constructors of models are not replaced, because their end cannot be seen from outside: a base model's last step
-        runs inside the causal LM's constructor, a subclass adds modules after it, and loading constructs models without
-        weights. A model made by calling its class is patched when a Trainer gets it.
-        """
+        # `from_config` ends in `_from_config`. Constructors of models are not replaced, because their end cannot be
+        # seen from outside: a base model's last step runs inside the causal LM's constructor, a subclass adds modules
+        # after it, and loading constructs models without weights. A model made by calling its class is patched when a
+        # Trainer gets it.
         make: Function = original.__func__
 
         @functools.wraps(make)
@@ -190,7 +180,7 @@ class Patcher:
         return classmethod(making)
 
     def _is_a_part(self) -> bool:
-        """Whether the caller's model goes to a constructor, as a vision tower does, or to a further call of making."""
+        # A model is a part if it goes to a constructor, as a vision tower does, or to a further call of `making`.
         making, owners = sys._getframe(1), (*self._model_classes, *self._holders)
         return any(
             frame.f_code is making.f_code
@@ -201,11 +191,9 @@ class Patcher:
     # --- constructors of trainers and holders -------------------------------------------------------------------------
 
     def _watch_constructors(self, base: Any, then: Callable[[Any, bool], None]) -> None:
-        """Call a function with each object of a class and of its subclasses, also of those that are defined later.
-
-        It is called after each constructor that the object passes through, with whether that was the outermost one: the
-        constructor of a subclass goes on after that of its base.
-        """
+        # `then` is called after each constructor that an object passes through, with whether it was the outermost one:
+        # the constructor of a subclass goes on after that of its base. Subclasses that are defined later are watched,
+        # too.
 
         def following(original: Any) -> Any:
             def __init_subclass__(cls: Any, /, **kwargs: Any) -> None:
@@ -282,7 +270,6 @@ class Patcher:
         return call_model_init
 
     def _pack(self, trainer: Any) -> None:
-        """Make all models of a trainer compute its padded batches packed, and print what was done."""
         for value in list(vars(trainer).values()):
             for model in held_models(value):
                 self.patch(model)
@@ -304,7 +291,6 @@ class Patcher:
             say(f"{name} computes padded batches of {', '.join(attributes)} padded: {reason}")
 
     def _cut(self, trainer: Any, max_tokens: int) -> None:
-        """Let a trainer compute its batches in passes, and print that it does."""
         if hasattr(trainer, "token_budget"):  # packed_trainer made it
             return
         trainer.token_budget = TokenBudget(max_tokens)
@@ -335,7 +321,6 @@ class Patcher:
         return get_train_dataloader
 
     def _tell_once(self, trainer: Any, stays_padded: str) -> None:
-        """Print whether a trainer's batches are flattened, or why they stay padded."""
         self._trained = True
         if trainer in self._told:
             return
@@ -351,20 +336,14 @@ class Patcher:
 
 
 def _is_of_trl(trainer: Any) -> bool:
-    """Whether a trainer is one of TRL's or a subclass.
-
-    Their losses and metrics were compared (docs/stack/trl.md). They look at the rows of their batches, so a collator
-    cannot pack these. Batches of other trainers stay padded unless an option says otherwise: code around the model may
-    read what it computes of padding.
-    """
+    # The losses and metrics of TRL's trainers were compared (docs/stack/trl.md). They look at the rows of their
+    # batches, so a collator cannot pack these. Batches of other trainers stay padded unless an option says otherwise:
+    # code around the model may read what it computes of padding.
     return any(cls.__module__.partition(".")[0] == "trl" for cls in type(trainer).__mro__)
 
 
 def reads_no_text(model: Any) -> str:
-    """The reason why text is not packed for a model; empty if it is.
-
-    It is empty for an encoder-decoder too, which ``apply`` refuses with its own message.
-    """
+    # The reason is empty for an encoder-decoder too, which `apply` refuses with its own message.
     if getattr(model.config, "is_encoder_decoder", False):
         return ""
     seen = {getattr(layer.module, "is_causal", None) for layer in ModelLayers(model).attention}

@@ -28,8 +28,6 @@ STARTUP = Path(__file__).parent / "startup"
 
 @dataclass(frozen=True)
 class RunOptions:
-    """The options of ``fa2patch run``, as its ``--help`` says them."""
-
     kernel: str = "auto"
     collate: bool = False
     quiet: bool = False
@@ -39,19 +37,12 @@ class RunOptions:
 
     @classmethod
     def inherited(cls) -> RunOptions:
-        """Read the options that this process was started with."""
         return cls(**json.loads(os.environ.get(VARIABLE, "{}")))
 
 
 def command(arguments: Sequence[str]) -> list[str]:
-    """The whole command line for ``SCRIPT args...``, ``-m MODULE args...`` or ``COMMAND args...``.
-
-    Arguments mean what they mean to ``python``. A name that is no file here but an installed command, such as ``trl``,
-    is that command.
-
-    Raises:
-        CannotRun: It is none of these, a file that is no script, or a command of another environment.
-    """
+    # Arguments mean what they mean to `python`. A name that is no file here may also be an installed command, such as
+    # trl.
     first = arguments[0]
     if first == "-m" and len(arguments) == 1:
         raise CannotRun("-m: expected the name of a module behind it, found nothing.")
@@ -70,7 +61,6 @@ def command(arguments: Sequence[str]) -> list[str]:
 
 
 def _no_command(given: str) -> str:
-    """What is said of a name that is neither a file here nor an installed command."""
     folder, name = os.path.split(given)
     here = os.listdir(folder or ".") if os.path.isdir(folder or ".") else []
     installed = [] if folder else os.listdir(os.path.dirname(sys.executable))
@@ -83,7 +73,7 @@ def _no_command(given: str) -> str:
 
 
 def _check_script(path: str) -> None:
-    """Raise an error for a file of settings or data. JSON is Python, too, and would be run without a word."""
+    # JSON is Python, too, and would be run without a word.
     if not os.path.isfile(path) or path.endswith((".py", ".pyw", ".pyc")) or zipfile.is_zipfile(path):
         return
     with open(path, "rb") as file:
@@ -96,7 +86,7 @@ def _check_script(path: str) -> None:
 
 
 def _check_environment(script: str) -> None:
-    """Raise an error if a command's first line names a Python of another environment."""
+    # A command's first line may name a Python of another environment, in which nothing would be patched.
     with open(script, "rb") as file:
         line = os.fsdecode(file.readline(1024)).strip()
     python = line[2:].strip().strip('"')
@@ -111,7 +101,6 @@ def _check_environment(script: str) -> None:
 
 
 def environment(options: RunOptions, inherited: Mapping[str, str]) -> dict[str, str]:
-    """The environment variables that the command is started with."""
     others = [entry for entry in inherited.get("PYTHONPATH", "").split(os.pathsep) if entry and entry != str(STARTUP)]
     path = os.pathsep.join([str(STARTUP), *others])
     here = os.pathsep.join([str(sys.implementation.cache_tag), os.path.realpath(sys.prefix)])
@@ -119,12 +108,7 @@ def environment(options: RunOptions, inherited: Mapping[str, str]) -> dict[str, 
 
 
 def start(arguments: Sequence[str], options: RunOptions) -> None:
-    """Replace this process with the command. This function does not return.
-
-    Raises:
-        CannotRun: This Python ignores PYTHONPATH or ``site``; and as :func:`command` raises it.
-        UnknownKernel, KernelUnavailable: The requested kernel does not exist or cannot run here.
-    """
+    # The command replaces this process, so this function does not return.
     if sys.flags.ignore_environment or sys.flags.no_site:
         raise CannotRun(
             "fa2patch run reaches the script's Python through PYTHONPATH and site, and this one was started with -I, "
@@ -143,7 +127,7 @@ def start(arguments: Sequence[str], options: RunOptions) -> None:
 
 
 def say(what: str) -> None:
-    """Print a line on stderr, on rank 0 only."""
+    # With several processes, only rank 0 prints.
     rank = os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))
     bars: Any = getattr(sys.modules.get("tqdm.std"), "tqdm", None)
     if rank not in ("0", "") or sys.stderr is None:

@@ -140,6 +140,9 @@ def register(architecture: Architecture) -> None:
     ``ALL_ATTENTION_FUNCTIONS`` or ``..._ATTENTION_FUNCTION``, or their eager code writes attention
     out with functions of torch.
 
+    Args:
+        architecture: The row.
+
     Raises:
         BadArchitecture: the argument is not an :class:`Architecture`.
     """

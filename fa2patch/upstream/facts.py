@@ -95,5 +95,10 @@ def _site_of_module(module: str, attribute: str, make: Callable[[Any], Any]) -> 
 
 
 def of_forward(module: object, make: Callable[[Any], Any]) -> Site:
-    """Return the site of a module's ``forward``, on the class that defines it."""
+    """Return the site of a module's ``forward``, on the class that defines it.
+
+    Args:
+        module: The module.
+        make: Makes the replacement from the forward that it replaces.
+    """
     return Site(defining(type(module), "forward"), "forward", make)

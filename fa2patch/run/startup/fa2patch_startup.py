@@ -10,6 +10,9 @@ import os
 import sys
 from types import ModuleType
 
+# For each module that is watched, this names the kind of class that it defines and the class's name.
+# models: class methods return Transformers models. trainers: objects train models. holders: objects hold one
+# Transformers model and make batches for it, so fa2patch.apply is called with the object.
 WATCHED = {
     "transformers.modeling_utils": "models:PreTrainedModel",
     "transformers.trainer": "trainers:Trainer",
@@ -18,26 +21,18 @@ WATCHED = {
     "sentence_transformers.sparse_encoder.SparseEncoder": "holders:SparseEncoder",
     "sentence_transformers.base.model": "holders:BaseModel",
 }
-"""For each module that is watched, what kind of class it defines and the class's name.
-
-``models``: its class methods return Transformers models. ``trainers``: its objects train models. ``holders``: its
-objects hold one Transformers model and make batches for it, so ``fa2patch.apply`` is called with the object.
-"""
 
 PACKAGES = {module.partition(".")[0] for module in WATCHED}
 
 
 def begin() -> None:
-    """Wait for an import that is watched."""
     atexit.register(_off)  # registered first, so atexit calls it last
     sys.meta_path.insert(0, _ImportWatch())
 
 
 class _ImportWatch:
-    """An import finder that finds nothing and stays on ``sys.meta_path`` until one of the packages is imported.
-
-    It must see the first of them. While sentence-transformers imports Transformers, its own modules are half imported.
-    """
+    # The finder finds nothing, and stays on sys.meta_path until one of the packages is imported. It must see the first
+    # of them: while sentence-transformers imports Transformers, its own modules are half imported.
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> None:
         if name in PACKAGES and self in sys.meta_path:
@@ -62,7 +57,7 @@ def _imported(module: ModuleType) -> None:
 
 
 def _fa2patch() -> None:
-    """Import the installed fa2patch, or else the one that this file is part of."""
+    # If fa2patch is not installed, the one that this file is part of is imported.
     import importlib.util
 
     if importlib.util.find_spec("fa2patch") is None:
@@ -75,7 +70,7 @@ def _fa2patch() -> None:
 
 
 def _failed(error: Exception) -> None:
-    """Print one line and go on, because the user's program must not fail here."""
+    # The user's program must not fail here.
     if sys.stderr is not None:
         what = f"{type(error).__name__}: {error}"
         print(f"fa2patch: no model is patched in this process, {sys.executable}: {what}", file=sys.stderr, flush=True)

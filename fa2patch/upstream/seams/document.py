@@ -22,7 +22,6 @@ from ..step import Step
 
 
 def computed(step: Step, mask: PackedMask) -> Any:
-    """Call the forward of a step's base model for each document of a packed batch, and join the outputs."""
     mask.require_whole_rows("layers that add more to attention scores than a mask")
     for layer in step.patch.attention:
         mask.given(step.module.get_submodule(layer.name))
@@ -33,7 +32,7 @@ def computed(step: Step, mask: PackedMask) -> Any:
 
 
 def _takes_looked_up(step: Step) -> bool:
-    """Whether ``inputs_embeds`` are what the table gives. BioGPT and XGLM scale what they look up themselves."""
+    # BioGPT and XGLM scale what they look up themselves.
     plain = isinstance(step.module.get_input_embeddings(), torch.nn.Embedding)
     scales = any("scale" in name for name in inspecting.names_read(step.calls.original))
     return plain and not scales and "inputs_embeds" in step.calls.names
@@ -56,7 +55,7 @@ def _of_each(step: Step, mask: PackedMask) -> Any:
 
 
 def _require_tokens_of_the_row(step: Step, mask: PackedMask, call: Call) -> None:
-    """Refuse an argument with tokens of its own (entities, an encoder's states): every document would see them all."""
+    # Every document would see all of such an argument: entities, or an encoder's states.
     for name, value in call.items():
         if not isinstance(value, torch.Tensor) or value.dim() <= 1 + value.is_floating_point():  # a head_mask has two
             continue
@@ -69,10 +68,10 @@ def _require_tokens_of_the_row(step: Step, mask: PackedMask, call: Call) -> None
 
 
 def _joined(documents: Documents, outputs: Sequence[Any]) -> Any:
-    """Join the documents' outputs: values for each token along the row, others (``pooler_output``) along dim 0."""
     first = outputs[0]
     if isinstance(first, torch.Tensor):
         of_tokens = all(each.shape[:2] == (1, length) for each, length in zip(outputs, documents.lengths))
+        # Outputs without a value for each token, such as ``pooler_output``, are joined along dim 0.
         return documents.join(outputs) if of_tokens else torch.cat(tuple(outputs))
     if hasattr(first, "items"):
         return type(first)(**{name: _joined(documents, [each[name] for each in outputs]) for name in first})

@@ -1,14 +1,7 @@
 """The formula seam: a layer's own eager code computes packed rows, with stand-ins for its scores (``scores.py``).
 
-Most layers had a class for each implementation up to 4.47 (some have them still): plain, sdpa and flash attention. The
-plain class writes the formula out, in its ``forward`` or in a method that this calls, and is what the others are held
-to. So packed rows equal the eager definition by construction: its scale, softcap, dtypes and dropout. Only the window
-is taken from the flash class, because eager code of these versions has it in the mask, and for all layers or none.
-
-A layer without a flash class (BERT and its kin up to 4.57) computes the formula in the same way. If it adds more to its
-scores than a mask (a position bias, relative positions), no kernel can compute it. In a model with such a layer, the
-base model computes each document by itself (``document.py``). Gemma 2 in 4.47, GPT-NeoX in 4.47 and 4.48 and
-ModernBERT (4.48 to 5.0) have a dictionary of functions instead of classes, of which one is eager.
+Most layers had a class for each implementation up to 4.47, and some have them still. The plain one writes the formula
+out, and the others are held to it. So packed rows equal the eager definition: its scale, softcap, dtypes and dropout.
 """
 
 from __future__ import annotations
@@ -37,18 +30,17 @@ from .scores import FormulaMask, Products, Scores
 MASKS = ("attention_mask", "mask")
 EAGER, FLASH = "eager", "flash_attention_2"
 
+# These optional arguments add nothing to the scores of a packed batch, and neither do caches.
 _HARMLESS = {
     *MASKS, "head_mask", "layer_head_mask", "encoder_hidden_states", "encoder_attention_mask",
     "output_attentions", "use_cache", "position_ids", "cache_position",
 }  # fmt: skip
-"""Optional arguments, beside caches, that add nothing to the scores of a packed batch."""
 
 
 # Finding formulas
 
 
 def is_formula(function: Function) -> bool:
-    """Whether a function takes a mask and computes attention with functions of torch."""
     if not any(inspecting.takes(function, name) for name in MASKS):
         return False
     names = inspecting.names_read(function)
@@ -59,18 +51,15 @@ def is_formula(function: Function) -> bool:
 
 
 def convolves(module: torch.nn.Module) -> bool:
-    """Whether a layer also mixes tokens by a convolution (ConvBERT). It is then a mixer."""
+    # ConvBERT also mixes tokens by a convolution. Such a layer is a mixer.
     convolutions = (each for each in module.modules() if isinstance(each, torch.nn.modules.conv._ConvNd))
     return any(max(each.kernel_size) > 1 for each in convolutions)
 
 
 def says_more(module: torch.nn.Module) -> bool:
-    """Whether a layer without a flash class may add more to its scores than a mask.
-
-    Signs are a parameter, a table of embeddings or a part of its own (other than rotary embeddings), arguments of
-    unknown meaning, a table of who sees whom that is not the triangle of causality, and a product that is not
-    ``torch.matmul``.
-    """
+    # A layer without a flash class (BERT and its kin up to 4.57) may add more to its scores than a mask: a position
+    # bias, or relative positions. No kernel can compute that, so the base model computes each document by itself
+    # (document.py).
     forward = inspecting.forward_of(type(module))
     harmless = {*_HARMLESS, *caches.taken_by(forward)}
     optional = (each for each in inspecting.parameters(inspect.unwrap(forward)) if each.default is not each.empty)
@@ -84,7 +73,7 @@ def says_more(module: torch.nn.Module) -> bool:
 
 
 def says_who_sees(buffer: torch.Tensor | None) -> bool:
-    """Whether a buffer says which keys a query sees, ``[1, 1, queries, keys]`` (GPT-NeoX from 4.36 to 4.46)."""
+    # ``[1, 1, queries, keys]`` (GPT-NeoX from 4.36 to 4.46)
     return buffer is not None and buffer.dtype == torch.bool and buffer.dim() == 4
 
 
@@ -99,12 +88,11 @@ def _adds(part: torch.nn.Module, modeling: str) -> bool:
 
 
 def plain_class(modeling: ModuleType, cls: type) -> type | None:
-    """The class with the eager code of a layer's class, which inherits from it; None if another file defines it."""
+    # A layer's class inherits from the one with the eager code, unless that is in another file.
     return next((base for base in reversed(cls.__mro__) if base.__module__ == modeling.__name__), None)
 
 
 def flash_class(modeling: ModuleType, plain: type) -> type | None:
-    """The class for flash attention that inherits from a plain class, or None."""
     name = (modeling.__name__, plain.__qualname__)  # because 4.39 to 4.42 execute remote code anew at each load
     for candidate in vars(modeling).values():
         if not isinstance(candidate, type) or not candidate.__name__.endswith("FlashAttention2"):
@@ -115,13 +103,12 @@ def flash_class(modeling: ModuleType, plain: type) -> type | None:
 
 
 def helpers(plain: type) -> list[str]:
-    """The methods of a plain class that its ``forward`` has compute attention (GPT-2's ``_attn``)."""
+    # GPT-2, for example, computes attention in a method ``_attn`` that its ``forward`` calls.
     called = dict.fromkeys(inspecting.methods_called(inspecting.forward_of(plain)))
     return [name for name in called if callable(getattr(plain, name, None)) and is_formula(getattr(plain, name))]
 
 
 def formula_of(modeling: ModuleType, module: torch.nn.Module) -> Site | None:
-    """What is replaced for a layer of this modeling file; None if its code is no formula."""
     cls = type(module)
     owner, forward = inspecting.defining(cls, "forward"), inspecting.forward_of(cls)
     table = table_name(modeling, forward)
@@ -138,18 +125,14 @@ def formula_of(modeling: ModuleType, module: torch.nn.Module) -> Site | None:
 
 
 def table_name(modeling: ModuleType, forward: Function) -> str | None:
-    """Return the name of the dictionary in which a layer's ``forward`` looks up its attention function, or None."""
+    # Gemma 2 in 4.47, GPT-NeoX in 4.47 and 4.48 and ModernBERT (4.48 to 5.0) have a dictionary of functions instead of
+    # classes, of which one is eager.
     names = filter(re.compile(r"\w+_ATTENTION_FUNCTION").fullmatch, inspecting.names_read(forward))
     return next((name for name in names if FLASH in vars(modeling).get(name, ())), None)
 
 
 def is_causal(layer: Any, otherwise: bool) -> bool:
-    """Whether the queries of a layer see no later keys.
-
-    Args:
-        layer: the layer.
-        otherwise: the answer for a layer that does not say so. One without a flash class is then an encoder's.
-    """
+    # ``otherwise`` is the answer for a layer that does not say so. A layer without a flash class is then an encoder's.
     if otherwise:
         said = getattr(layer, "is_causal", None)
         return bool(getattr(layer, "is_decoder", True) if said is None else said)
@@ -162,17 +145,12 @@ def is_causal(layer: Any, otherwise: bool) -> bool:
 
 @dataclass(frozen=True)
 class ByFormula:
-    """Makes the replacement for the ``forward`` of an attention class. It is picklable, and equal for equal classes.
+    """Makes the replacement for the ``forward`` of an attention class. It is picklable, and equal for equal classes."""
 
-    Attributes:
-        owner: the attention class that defines ``forward``.
-    """
-
-    owner: type
+    owner: type  # the attention class that defines ``forward``
 
     @property
     def classes(self) -> tuple[type, type | None]:
-        """The class with the eager code and the one for flash attention; ``owner`` and None without the latter."""
         modeling = sys.modules[self.owner.__module__]
         plain = plain_class(modeling, self.owner)
         flash = None if plain is None else flash_class(modeling, plain)
@@ -189,22 +167,18 @@ class ByFormula:
 
 @dataclass(frozen=True)
 class Windows:
-    """Which layers have the sliding window of their config, as their class for flash attention says.
+    """Which layers have the sliding window of their config, as their class for flash attention says."""
 
-    Attributes:
-        of_config: whether it reads the window in the config. A layer with a window of its own has that one.
-        asks: whether the config also says whether there are windows (``use_sliding_window``).
-        below: whether the layers below ``max_window_layers`` have it (Qwen2 in 4.37 to 4.42). The others have it in
-            later versions. None if all layers are alike.
-    """
-
-    of_config: bool
-    asks: bool
+    of_config: bool  # whether it reads the window in the config; a layer's own window goes before that
+    asks: bool  # whether the config also says whether there are windows (``use_sliding_window``)
+    # Whether the layers below ``max_window_layers`` have it (Qwen2 in 4.37 to 4.42). The others have it in later
+    # versions. It is None if all layers are alike.
     below: bool | None
 
     @classmethod
     def of(cls, flash: type) -> Windows:
-        """What the code of a class for flash attention says."""
+        # The window is taken from this class, because eager code of these versions has it in the mask, and for all
+        # layers or none.
         forward, method = inspecting.forward_of(flash), vars(flash).get("_flash_attention_forward")
         codes = [code for code in (forward, method) if code is not None]
         by_layer = [inspecting.reads_name(code, "max_window_layers") for code in codes]
@@ -215,7 +189,6 @@ class Windows:
         )
 
     def of_layer(self, layer: Any) -> int | None:
-        """The window of a layer in tokens, or None."""
         if "sliding_window" in vars(layer):  # Gemma 2
             return layer.sliding_window or None
         if not self.of_config or (self.asks and not layer.config.use_sliding_window):
@@ -231,12 +204,8 @@ def by_formula(
     methods: Mapping[str, Function] = MappingProxyType({}),
     windows: Windows | None = None,
 ) -> Function:
-    """Return the replacement for a layer's ``forward``, ``original``, which it calls for dense batches.
-
-    It raises :class:`PackingNotIsolated` if the layer does something with its scores that packed attention cannot say.
-    A layer with a class for flash attention has the ``eager`` forward of its plain class, ``methods`` that this calls
-    and that hold the formula, and ``windows``.
-    """
+    # A layer with a class for flash attention has the ``eager`` forward of its plain class, ``methods`` that this calls
+    # and that hold the formula, and ``windows``.
     eager = inspect.unwrap(eager or original)
     names, taken = inspecting.parameter_names(original)[1:], inspecting.parameter_names(eager)[1:]
     casts = inspecting.casts_states(original)
@@ -259,7 +228,6 @@ def by_formula(
 
 
 def routed_table(original: dict[str, Function]) -> dict[str, Function]:
-    """Return a copy of a dictionary of attention functions, in which the eager one computes every packed batch."""
     eager = with_scores(original[EAGER])
 
     def route(function: Function) -> Function:
@@ -286,14 +254,14 @@ def routed_table(original: dict[str, Function]) -> dict[str, Function]:
 
 
 def without_weights(output: Any) -> Any:
-    """None in the place of weights, which a layer also returns if its config says so: kernels make none."""
+    # A layer also returns weights if its config says so, and kernels make none.
     if isinstance(output, tuple) and Scores in map(type, output):
         return tuple(None if isinstance(each, Scores) else each for each in output)
     return output
 
 
 def is_fused(function: Function) -> bool:
-    """Whether an attention function takes query, key and value in one tensor (ModernBERT, 4.48 to 5.0)."""
+    # ModernBERT (4.48 to 5.0) has query, key and value in one tensor.
     return inspecting.takes(function, "qkv")
 
 
@@ -329,18 +297,17 @@ def with_scores(function: Function) -> Function:
 
 
 def holds_sdpa(function: Function) -> bool:
-    """Whether a function calls ``scaled_dot_product_attention``."""
     return inspecting.reads_name(function, "scaled_dot_product_attention")
 
 
 def _chooses_sdpa(layer: Any) -> bool:
-    """Whether a layer whose formula holds both computes sdpa (Falcon)."""
+    # Falcon's layer holds both the formula and sdpa.
     config = getattr(layer, "config", None)
     return getattr(layer, SWITCH, False) or getattr(config, "_attn_implementation", None) == "sdpa"
 
 
 def _unrepeated(states: torch.Tensor, times: int) -> torch.Tensor:
-    """In the place of ``repeat_kv``, because kernels let several query heads share a key head."""
+    # This takes the place of ``repeat_kv``, because kernels let several query heads share a key head.
     return states
 
 
@@ -348,8 +315,7 @@ def _unrepeated(states: torch.Tensor, times: int) -> torch.Tensor:
 
 _ROTARY = frozenset(rope.MODULES)
 
-SWITCH = "_use_sdpa"
-"""By this attribute Falcon's eager class chooses between its formula and sdpa (4.36 on)."""
+SWITCH = "_use_sdpa"  # by it, Falcon's eager class chooses between its formula and sdpa (4.36 on)
 
 
 class LayerOfRow:
@@ -401,6 +367,6 @@ class RotaryOfRow:
         return self._module(x, **call)
 
     def _of_old_falcon(self, query: Any, key: Any, past_length: int, position_ids: Any) -> Any:
-        """Call Falcon's module of 4.34 and 4.35. It sizes and scales its table by the row's plus the cache's length."""
+        # In 4.34 and 4.35, Falcon's module sizes and scales its table by the row's plus the cache's length.
         beyond = self._mask.positions - query.shape[1]
         return self._module(query, key, beyond if self._mask.facts.rope is not None else max(0, beyond), position_ids)

@@ -27,7 +27,6 @@ EAGER = "eager_attention_forward"
 
 
 def interface_of(modeling: ModuleType, forward: Function) -> tuple[Site, tuple[Site, ...]] | None:
-    """What is replaced where a layer's ``forward`` looks up its function in the dictionary; None where it does not."""
     name = next((name for name in ATTENTION_FUNCTIONS if name in vars(modeling) and reads_name(forward, name)), None)
     if name is None:
         return None
@@ -36,10 +35,7 @@ def interface_of(modeling: ModuleType, forward: Function) -> tuple[Site, tuple[S
 
 
 def routed(original: Function) -> Function:
-    """Return an attention function that computes packed batches and calls ``original`` for dense batches.
-
-    It raises :class:`PackingNotIsolated` for a packed batch if ``original`` is the user's own.
-    """
+    # A function of the user's own computes no packed batch: require_of_model raises PackingNotIsolated.
     asked: set[str] = set()  # modules whose layers may be computed; asking takes ten calls
     casts = casts_states(original)
 
@@ -95,11 +91,9 @@ class Overlay:
         del self._registry[name]
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return the routed function of this name, or ``default``."""
         return self[name] if name in self._registry else default
 
     def get_interface(self, name: str, default: Function) -> Function:
-        """Return the function that the real one returns, routed."""
         function = self._registry.get_interface(name, default)
         return self._routed.get(function) or self._route(function)
 
@@ -120,7 +114,7 @@ class Overlay:
 
 @constant
 def _not_looked_at(names: tuple[str, ...]) -> tuple[str, ...]:
-    """The keywords among these whose meaning is not known. Dynamo would trace a loop over all of them in each layer."""
+    # A constant for dynamo, which would trace a loop over all keywords in each layer.
     return tuple([name for name in names if name not in LOOKED_AT])
 
 

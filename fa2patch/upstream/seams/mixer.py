@@ -1,13 +1,7 @@
 """The mixer seam: a mixer (Mamba, gated delta net, short convolution, ...) runs on each document separately.
 
-Its state and its convolution then start anew at every boundary, in forward and backward, with any kernel. Modules that
-treat each token alone (norms, projections around the mixer, experts) still run on the whole row. Of a tree, each path
-is computed by itself, and what paths share is taken from the first of them.
-
-A mixer is given several documents at once only if a trial on this machine has shown that this is right
-(:mod:`.mixer_trial`): the whole row with the collator's lengths, or documents of near length as a batch. The kernels of
-causal-conv1d, mamba-ssm and flash-linear-attention keep documents apart by lengths. It depends on the version whether
-the keywords reach them, and many mixers accept the keywords and ignore them.
+Its state and its convolution then start anew at every boundary, in forward and backward. It gets several documents at
+once only if a trial on this machine has shown that this is right (:mod:`.mixer_trial`).
 """
 
 from __future__ import annotations
@@ -34,11 +28,6 @@ from .mixer_calls import Mixing, Way
 
 
 def by_document(original: Function) -> Function:
-    """Return the replacement for a mixer class's ``forward``, which computes packed batches document by document.
-
-    It raises :class:`PackedWithCache` if a cache or state comes with a packed batch, and :class:`PackingNotIsolated` if
-    the mixer's output does not have one entry for each token.
-    """
     names, lengths = inspecting.parameter_names(original)[1:], inspecting.accepted(original, mixer_calls.KEYWORDS)
     if not {"seq_idx", "cu_seq_lens_q"}.intersection(lengths):  # the others do not say where documents are
         lengths = []
@@ -71,22 +60,18 @@ def _computed(
     mask: PackedMask,
     hands_on: bool,
 ) -> Any:
-    """Compute a packed batch in the first way that a trial has shown to be right, else document by document.
-
-    ``lengths`` are the names of the collator's lengths that this mixer takes. If it hands a state on to the next layer
-    as its second output, the mask is returned in its place.
-    """
+    # If the mixer hands a state on to the next layer as its second output, the mask is returned in its place.
     kwargs = {name: value for name, value in kwargs.items() if name not in LENGTHS}
     mixing = Mixing(original, module, args, kwargs, _own_documents(module, mask), mask.shape, hands_on)
     way = _chosen(mixing, mask, lengths)
     outputs = way.documents.of_each(functools.partial(original, module, **way.more), args, kwargs)
     _require_no_look_back(mixing, way.documents, outputs)
+    # Of a tree, each path is computed by itself, and what paths share is taken from the first of them.
     output = way.documents.join([output[0] for output in outputs] if hands_on else outputs)
     return (output, mask) if hands_on else output
 
 
 def _own_documents(module: torch.nn.Module, mask: PackedMask) -> Boundaries:
-    """The boundaries of the documents that this process holds. Rows must be split between documents, without trees."""
     if mask.part is None:
         return mask.boundaries
     own = mask.part.documents(mask.boundaries, mask.shape)
@@ -101,7 +86,8 @@ def _own_documents(module: torch.nn.Module, mask: PackedMask) -> Boundaries:
 
 
 def _chosen(mixing: Mixing, mask: PackedMask, lengths: Sequence[str]) -> Way:
-    """The first way that a trial has shown to be right, else the documents one by one. The choice is recorded."""
+    # The kernels of causal-conv1d, mamba-ssm and flash-linear-attention keep documents apart by lengths. It depends on
+    # the version whether the keywords reach them, and many mixers accept the keywords and ignore them.
     module, failed = mixing.module, list[str]()
     kind = _kind_of_call(mixing)
 
@@ -120,27 +106,21 @@ def _chosen(mixing: Mixing, mask: PackedMask, lengths: Sequence[str]) -> Way:
 
 
 def _kind_of_call(mixing: Mixing) -> tuple[Any, ...] | None:
-    """What selects a mixer's kernels: device, dtypes, training. None if no trial can be made.
-
-    Inference mode counts, too: tensors that were made in it cannot be saved for a trial's backward. DeepSpeed's ZeRO-3
-    would take a trial's backward for the training's.
-    """
+    # What selects a mixer's kernels. Inference mode counts, too: tensors that were made in it cannot be saved for a
+    # trial's backward. DeepSpeed's ZeRO-3 would take a trial's backward for the training's, so there can be no trial.
     module, hidden = mixing.module, mixing.hidden
     if hidden is None or any(hasattr(parameter, "ds_id") for parameter in module.parameters()):
         return None
     return hidden.device, hidden.dtype, computed_in(hidden), module.training, torch.is_inference_mode_enabled()
 
 
-_LOOK_BACK: WeakSet[torch.nn.Module] = WeakSet()
-"""Mixers that have been checked."""
+_LOOK_BACK: WeakSet[torch.nn.Module] = WeakSet()  # mixers that have been checked
 
 
 @without_gradients()
 def _require_no_look_back(mixing: Mixing, documents: Documents, outputs: Sequence[Any]) -> None:
-    """Raise :class:`BadParents` if a shared segment's outputs depend on what follows it (ConvBERT).
-
-    The same prompt would give other outputs before each of its completions. A mixer has no attribute that says so.
-    """
+    # If a shared segment's outputs depend on what follows it (ConvBERT), the same prompt gives other outputs before
+    # each of its completions. A mixer has no attribute that says so.
     found, module, hidden = documents.shared(), mixing.module, mixing.hidden
     if found is None or module in _LOOK_BACK:
         return

@@ -15,61 +15,39 @@ from ...kernels import grouping
 from ...kernels.picks import BATCHES, DOCUMENTS, WHOLE_ROW, Portions
 from ..splitting import Documents
 
-NO_KERNELS = ("cpu", "meta")
-"""Devices for which no package has a kernel that takes lengths."""
+NO_KERNELS = ("cpu", "meta")  # no package has a kernel that takes lengths for them
 
+# Tokens of a batch, at most. More would not be faster, and a mixer in pure torch needs memory for all of them.
 LARGEST = 16384
-"""Tokens of a batch, at most. More would not be faster, and a mixer in pure torch needs memory for all of them."""
 
+# Tokens of a document or a call from which on longer ones need no trial of their own. Mixers compute in chunks of up to
+# 256 tokens, and some are wrong only beyond a chunk, where tokens see later ones (Mamba 2 in 4.45).
 LONG_ENOUGH = 1024
-"""Tokens of a document or a call from which on longer ones need no trial of their own. Mixers compute in chunks of up
-to 256 tokens, and some are wrong only beyond a chunk, where tokens see later ones (Mamba 2 in 4.45)."""
 
 
 class Way(NamedTuple):
-    """What a mixer gets in its calls.
+    """What a mixer gets in its calls."""
 
-    Attributes:
-        portions: what it is, as ``Patch.layers`` shows it.
-        documents: the documents in their calls.
-        name: what it is, in the reason why the mixer does not get it.
-        more: further keywords for the mixer.
-        sizes: the lengths in tokens that a trial's verdict holds up to: of the longest call with several documents, and
-            of the longest document with padding.
-    """
-
-    portions: Portions
+    portions: Portions  # as ``Patch.layers`` shows it
     documents: Documents
-    name: str = ""
-    more: Call = {}
+    name: str = ""  # in the reason why the mixer does not get it
+    more: Call = {}  # further keywords for the mixer
+    # The lengths in tokens that a trial's verdict holds up to: of the longest call with several documents, and of the
+    # longest document with padding.
     sizes: tuple[int, ...] = ()
 
 
 @dataclass
 class Mixing:
-    """One call of a mixer with a packed batch.
-
-    Attributes:
-        original: the mixer's own forward.
-        module: the mixer.
-        args: its arguments.
-        kwargs: its arguments by name.
-        boundaries: the boundaries of the documents that this process holds.
-        shape: ``(batch, length)`` of the batch.
-        hands_on: whether the second output is the next layer's state, which is left out.
-        place: the place or name of the hidden states among the arguments; None if they are not known.
-        hidden: the hidden states ``[batch, length, width]``; None if they are not known.
-    """
-
     original: Function
     module: torch.nn.Module
     args: Args
     kwargs: Call
-    boundaries: Boundaries
-    shape: tuple[int, int]
-    hands_on: bool
-    place: Any = None
-    hidden: torch.Tensor | None = None
+    boundaries: Boundaries  # of the documents that this process holds
+    shape: tuple[int, int]  # ``(batch, length)``
+    hands_on: bool  # whether the second output is the next layer's state, which is left out
+    place: Any = None  # the number or name of the hidden states among the arguments; None if not known
+    hidden: torch.Tensor | None = None  # ``[batch, length, width]``; None if not known
 
     def __post_init__(self) -> None:
         for place, value in chain(enumerate(self.args), self.kwargs.items()):
@@ -78,15 +56,11 @@ class Mixing:
                 return
 
     def one_by_one(self) -> Way:
-        """Each document in a call of its own."""
         return Way(DOCUMENTS, Documents(self.boundaries, self.shape))
 
     def ways(self, lengths: Sequence[str]) -> Iterator[Way]:
-        """Yield the ways, the best first, the documents one by one last. They are made once in a forward.
-
-        The mixer accepts the collator's ``lengths`` of these names. The device is read only if the first way is not
-        taken.
-        """
+        # The best way comes first, and the documents one by one come last. They are made once in a forward. The device
+        # is read only if the first way is not taken.
         known, cu = self.boundaries.made, self.boundaries.cu_seqlens
         several = len(self.boundaries) > 1 and self.boundaries.parents is None
         if lengths and several and cu.device.type not in NO_KERNELS:
@@ -113,11 +87,9 @@ class Mixing:
             yield Way(BATCHES, equal, "documents of one length in batches", {}, _sizes(equal))
 
     def outputs(self, way: Way, states: torch.Tensor, filling: torch.Tensor | None = None) -> dict[int, torch.Tensor]:
-        """The outputs with an entry for each token ``[tokens, ...]``, by number, computed from other hidden states.
-
-        These are of the documents end to end, ``[tokens, width]``. Batches are filled up with ``filling``, ``[size,
-        width]``, or with zeros.
-        """
+        # The outputs with an entry for each token, ``[tokens, ...]``, by number. The hidden states are other ones, of
+        # the documents end to end, ``[tokens, width]``. Batches are filled up with ``filling``, ``[size, width]``, or
+        # with zeros.
         portions = iter(way.documents.calls.split(states, filling))
 
         def run(*args: Any, **kwargs: Any) -> Args:
@@ -135,10 +107,8 @@ KEYWORDS = ("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_le
 
 
 def keywords(boundaries: Boundaries, tokens: int) -> dict[str, Any]:
-    """The collator's lengths for a row, as the kernels take them. Nothing is read.
-
-    ``seq_idx`` is int32 ``[1, tokens]``, ``cu_seq_lens_*`` int32 ``[documents + 1]``, ``max_length_*`` an int.
-    """
+    # As kernels take them: ``seq_idx`` is int32 ``[1, tokens]``, ``cu_seq_lens_*`` int32 ``[documents + 1]``, and
+    # ``max_length_*`` an int. Nothing is read from the device.
     cu, longest = boundaries.cu_seqlens, boundaries.max_seqlen
     number = torch.arange(len(cu) - 1, device=cu.device, dtype=torch.int32)
     seq_idx = number.repeat_interleave(cu.diff().long(), output_size=tokens)[None]
@@ -146,12 +116,11 @@ def keywords(boundaries: Boundaries, tokens: int) -> dict[str, Any]:
 
 
 def longest_padded(lengths: Sequence[int]) -> int:
-    """The longest document with padding in a batch of these lengths, the longest first; 0 if there is none."""
+    # ``lengths`` are those of a batch, the longest first.
     return next((length for length in lengths if length < lengths[0]), 0)
 
 
 def _sizes(documents: Documents) -> tuple[int, ...]:
-    """The lengths that a verdict about batches holds up to (:class:`Way`)."""
     batches = [[documents.lengths[at] for at in batch] for batch in documents.calls.batches]
     shared, padded = max(batch[0] for batch in batches if len(batch) > 1), max(map(longest_padded, batches))
     return min(shared, LONG_ENOUGH), min(padded, LONG_ENOUGH)

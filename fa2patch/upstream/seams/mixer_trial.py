@@ -1,8 +1,7 @@
 """The trial of a way to give a mixer several documents in one call: does the mixer keep them apart?
 
-A trial costs about as much as three forwards and backwards of the batch that it is made for, however many documents
-that has. The documents of its calls are first tokens of one and the same document, so one forward and backward of this
-document alone says what is right for all of them.
+A trial costs about as much as three forwards and backwards of its batch. The documents of its calls are first tokens of
+one document, so one forward and backward of this document alone says what is right for all of them.
 """
 
 from __future__ import annotations
@@ -21,58 +20,36 @@ from ...kernels.picks import DOCUMENTS, WHOLE_ROW
 from ..splitting import Documents
 from .mixer_calls import LONG_ENOUGH, Mixing, Way, keywords, longest_padded
 
+# The largest difference, relative to the largest absolute value; 3e-2 in half precision. Leaks are compared exactly.
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
-"""Largest difference by dtype, relative to the largest absolute value; 3e-2 in half precision. Leaks are exact."""
 
 
 class Excerpt(NamedTuple):
-    """A document of a trial: the first tokens of the longest one.
-
-    Attributes:
-        length: how many they are.
-        kept: how many of them must not depend on any other token of the call; 0 if the document only stands beside.
-    """
+    """A document of a trial: the first tokens of the longest one."""
 
     length: int
-    kept: int
+    kept: int  # how many must not depend on other tokens of the call; 0 if the document only stands beside
 
 
 class Trial(NamedTuple):
-    """One call that a way is tried with.
-
-    Attributes:
-        way: the call.
-        alone: the longest excerpt in a call of its own.
-        short: the shortest excerpt in a call of its own; None if all have one length.
-        at_short: which tokens of the call must be computed as in ``short``.
-        places: the place of each token of the call in the longest excerpt, int64 ``[tokens]``.
-        whole: which tokens belong to excerpts that are kept, bool ``[tokens]``.
-        kept: which tokens are kept, bool ``[tokens]``.
-        compared: which tokens must be computed as in ``alone``, or in ``short``, bool ``[tokens]``. In a whole row, a
-            mixer may look at later tokens, and other excerpts have other ones.
-    """
+    """One call that a way is tried with."""
 
     way: Way
-    alone: Way
-    short: Way | None
-    at_short: slice
-    places: torch.Tensor
-    whole: torch.Tensor
-    kept: torch.Tensor
+    alone: Way  # the longest excerpt in a call of its own
+    short: Way | None  # the shortest excerpt in a call of its own; None if all have one length
+    at_short: slice  # which tokens of the call must be computed as in ``short``
+    places: torch.Tensor  # the place of each token of the call in the longest excerpt, int64 ``[tokens]``
+    whole: torch.Tensor  # which tokens belong to excerpts that are kept, bool ``[tokens]``
+    kept: torch.Tensor  # which tokens are kept, bool ``[tokens]``
+    # Which tokens must be computed as in ``alone``, or in ``short``, bool ``[tokens]``. In a whole row, a mixer may
+    # look at later tokens, and other excerpts have other ones.
     compared: torch.Tensor
 
 
 def verdict(mixing: Mixing, way: Way) -> tuple[bool, str]:
-    """Whether a mixer keeps documents apart that it gets in one call, and the reason if it does not.
-
-    Outputs and gradients must agree with those of a document alone, within :data:`TOLERANCE`. A document must send no
-    gradient into others of its call and into padding, and its output must not change by a bit when these change. If a
-    call is padded, the same is asked of the first part of a document and of the tokens behind it. Dropout is off during
-    the trial.
-
-    Raises:
-        Exception: an error that is no verdict (:func:`~fa2patch._torch.is_no_verdict`).
-    """
+    # Outputs and gradients must agree with those of a document alone, within TOLERANCE. A document must send no
+    # gradient into others of its call and into padding, and its output must not change by a bit when these change. If a
+    # call is padded, the same is asked of the first part of a document and of the tokens behind it.
     assert mixing.hidden is not None
     try:
         with outside_the_forward(mixing.hidden.device), _without_traces(mixing.module) as written:
@@ -86,11 +63,11 @@ def verdict(mixing: Mixing, way: Way) -> tuple[bool, str]:
 
 
 def _trials(mixing: Mixing, way: Way) -> Iterator[Trial]:
-    """The calls that a way is tried with, of the sizes that the verdict holds up to (:class:`Way`)."""
     lengths = mixing.one_by_one().documents.lengths
     if way.portions is WHOLE_ROW:
         yield _trial(mixing, way, lengths.index(max(lengths)), _excerpts_of_row(mixing.boundaries.lengths))
         return
+    # Below are the longest call and the longest padded document, up to which the verdict holds (Way.sizes).
     calls = {batch[0]: [lengths[at] for at in batch] for batch in way.documents.calls.batches if len(batch) > 1}
     longest = max(calls, key=lambda at: lengths[at])
     most = max(calls, key=lambda at: longest_padded(calls[at]))
@@ -99,28 +76,22 @@ def _trials(mixing: Mixing, way: Way) -> Iterator[Trial]:
 
 
 def _excerpts_of_batch(lengths: Sequence[int]) -> list[Excerpt]:
-    """The documents of a trial for a batch of these lengths, the longest first.
-
-    One that stands beside is between two that are kept, so that nothing may come from the one before or behind. With
-    padding, two first parts of the longest one are kept. Mixers compute in chunks of a power of two: one part ends
-    inside a chunk, and the other where one ends.
-    """
+    # The one that stands beside is between two that are kept, so that nothing may come from the one before or behind.
     longest, second, shortest = lengths[0], longest_padded(lengths), lengths[-1]
     if not second:
         longest = min(longest, LONG_ENOUGH)
         return [Excerpt(longest, longest), Excerpt(longest, 0), Excerpt(longest, longest)]
     beyond = max(0, second - LONG_ENOUGH)  # cut off, and as much of all of them, which keeps the padding
     longest, second, shortest = longest - beyond, second - beyond, max(1, shortest - beyond)
+    # Two first parts of the longest one are kept. Mixers compute in chunks of a power of two: one part ends inside a
+    # chunk, and the other where one ends.
     odd, power = (longest - 2) // 2 * 2 + 1, 1 << (longest - 1).bit_length() - 1
     return [Excerpt(longest, odd), Excerpt(shortest, 0), Excerpt(second, second), Excerpt(longest, power)]
 
 
 def _excerpts_of_row(lengths: Sequence[int]) -> list[Excerpt]:
-    """The documents of a trial for a row of these lengths: two others and the longest one, again and again.
-
-    Two are between those that are kept, because a convolution may reach over a short one. That is not the first, which
-    is right even if the mixer ignores where documents start.
-    """
+    # Two others are between those that are kept, because a convolution may reach over a short one. The first is not
+    # kept: it is right even if the mixer ignores where documents start.
     *others, longest = sorted(min(length, LONG_ENOUGH) for length in lengths if length)
     beside, excerpts = cycle([*others[1::-1], *others[2:]] or [longest]), list[Excerpt]()
     while len(excerpts) < 4 or sum(length for length, _ in excerpts) < min(sum(lengths), LONG_ENOUGH):
@@ -129,7 +100,6 @@ def _excerpts_of_row(lengths: Sequence[int]) -> list[Excerpt]:
 
 
 def _trial(mixing: Mixing, way: Way, number: int, excerpts: Sequence[Excerpt]) -> Trial:
-    """The trial with these first tokens of the document of this number."""
     each, lengths = mixing.one_by_one().documents, [length for length, _ in excerpts]
     longest, shortest, ends = max(lengths), min(filter(None, lengths)), [0, *accumulate(lengths)]
     device = mixing.boundaries.cu_seqlens.device
@@ -153,7 +123,6 @@ def _trial(mixing: Mixing, way: Way, number: int, excerpts: Sequence[Excerpt]) -
 
 
 def _in_one_call(way: Way, each: Documents, tokens: torch.Tensor, lengths: Sequence[int]) -> Way:
-    """A way's call for documents of these lengths, which consist of these tokens."""
     if way.portions is not WHOLE_ROW:
         return way._replace(documents=each.made_of(tokens, lengths, [range(len(lengths))]))
     cu = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=tokens.device)
@@ -192,10 +161,8 @@ def _difference(mixing: Mixing, trial: Trial, hidden: torch.Tensor) -> str:
 def _with_short(
     mixing: Mixing, trial: Trial, document: torch.Tensor, expected: dict[int, torch.Tensor]
 ) -> list[torch.Tensor]:
-    """The outputs that are expected, in which those of the shortest excerpt are from a call of its own.
-
-    What a mixer makes of a call's length, whatever fills it up, is seen best where most is filled up.
-    """
+    # What a mixer makes of a call's length, whatever fills it up, is seen best where most is filled up. So the outputs
+    # of the shortest excerpt are expected as in a call of its own.
     if trial.short is None:
         return [*expected.values()]
     # where it is one token, outputs that are not for each token seem to be, so the others' numbers count
@@ -207,14 +174,13 @@ def _with_short(
 
 
 def _are_near(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], near: float) -> bool:
-    """Whether gradients agree. One that is tiny beside the others is rounding, and is not compared with itself."""
+    # A gradient that is tiny beside the others is rounding, and is not compared with itself.
     largest = max(float(gradient.abs().max()) for gradient in expected if gradient.numel())
     return distance(found, expected, least=near * largest) <= near
 
 
 @without_gradients()
 def _changes(mixing: Mixing, trial: Trial, states: torch.Tensor, found: Sequence[torch.Tensor]) -> bool:
-    """Whether a bit of what is kept changes when all else does."""
     others = torch.where(trial.kept[:, None], states, states.flip(0) * 2 + 1)
     filling = states.new_ones(trial.way.documents.calls.size, *states.shape[1:])
     after = mixing.outputs(trial.way, others, filling).values()
@@ -222,21 +188,16 @@ def _changes(mixing: Mixing, trial: Trial, states: torch.Tensor, found: Sequence
 
 
 def _own_parameters(module: torch.nn.Module) -> list[torch.Tensor]:
-    """The parameters whose gradients are compared.
-
-    Tensors in the place of parameters (DTensor) may communicate when they are compared, and hooks reach others.
-    """
+    # Tensors in the place of parameters (DTensor) may communicate when they are compared, and hooks reach others.
     own = (parameter for parameter in module.parameters() if type(parameter) is torch.nn.Parameter)
     return [each for each in own if each.requires_grad and not each._backward_hooks]
 
 
 @contextlib.contextmanager
 def _without_traces(module: torch.nn.Module) -> Iterator[Callable[[], str]]:
-    """Let a module compute without dropout and with copies of its buffers.
-
-    Dropout draws for each value, so it says nothing about documents. Statistics that a module keeps depend on how many
-    documents it gets in a call: what is yielded says whether the module has written to its buffers.
-    """
+    # Dropout draws for each value, so it says nothing about documents, and is off. Statistics that a module keeps
+    # depend on how many documents it gets in a call. What is yielded says whether the module has written to its
+    # buffers, which are copies.
     kind = torch.nn.modules.dropout._DropoutNd
     dropouts = [inner for inner in module.modules() if isinstance(inner, kind) and inner.training]
     tables = [(inner._buffers, dict(inner._buffers)) for inner in module.modules()]

@@ -1,9 +1,7 @@
 """Stand-ins for the tensors of an attention formula: its scores, and the mask that is added to them.
 
-A layer's eager code writes the formula out: a product of queries and keys, a factor, ``+ mask``, ``softmax``, dropout
-and a product with the values. :class:`Scores` stands for the scores and the weights. It is as small as the queries and
-the keys, notes what the layer does with it, and computes packed attention when it is multiplied by the values. A layer
-that calls ``scaled_dot_product_attention`` hands its mask to it, and :class:`FormulaMask` answers.
+``Scores`` is as small as the queries and the keys, notes what the layer does with it, and computes packed attention
+when it is multiplied by the values. ``FormulaMask`` answers layers that call ``scaled_dot_product_attention`` with it.
 """
 
 from __future__ import annotations
@@ -25,44 +23,38 @@ from ..packed_mask import PackedMask
 _SOFTMAX = (functional.softmax, torch.softmax, torch.Tensor.softmax)
 _MATMUL = (torch.matmul, torch.bmm, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.Tensor.bmm)
 _PRODUCTS = (torch.mul, torch.multiply, torch.Tensor.mul, torch.Tensor.__mul__, torch.Tensor.__rmul__)
+# Qwen2-VL (4.45 to 4.52) looks for infinite scores in float16. A kernel makes none.
 _AS_THEY_ARE = (torch.isinf, torch.zeros_like)
-"""Qwen2-VL (4.45 to 4.52) looks for infinite scores in float16. A kernel makes none."""
 
+# Scores below this number are hidden ones. GPT-2 and others write the smallest number, some -1e4 or -1e9.
 HIDDEN = -1e3
-"""Scores below this number are hidden ones. GPT-2 and others write the smallest number, some -1e4 or -1e9."""
 
-_ABOVE = (torch.max, torch.maximum)
-"""OPT (up to 4.51) keeps scores above the smallest number."""
+_ABOVE = (torch.max, torch.maximum)  # OPT (up to 4.51) keeps scores above the smallest number
 
 
 @dataclass(eq=False)
 class FormulaMask(PackedMask):
-    """The packed mask of a layer whose own formula is computed. ``layer`` is the layer, if it is known.
-
-    Attributes:
-        causal: whether tokens see no later ones.
-        casts: as for :meth:`~..packed_mask.PackedMask.attend`.
-    """
+    """The packed mask of a layer whose own formula is computed."""
 
     causal: bool = True
-    casts: bool = False
+    casts: bool = False  # as for PackedMask.attend
 
     @classmethod
     def of(
         cls, mask: PackedMask, layer: torch.nn.Module | None, causal: bool, window: int | None, casts: bool = False
     ) -> FormulaMask:
-        """The packed mask, for this layer. A window of the mask's own goes before the layer's."""
+        # A window of the mask's own goes before the layer's.
         known = {**vars(mask), "layer": layer, "causal": causal, "casts": casts}
         return cls(**{**known, "window": mask.window_of(layer, window)})
 
     def attended(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
-        """Compute packed attention for ``[batch, heads, length, dim]``; the output is a view in that layout."""
+        # q, k and v are ``[batch, heads, length, dim]``, and the output is a view in that layout.
         said = Options(causal=self.causal, **options)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         return self.attend(self.layer, q, k, v, said, casts=self.casts).transpose(1, 2)
 
     def size(self, dim: int | None = None) -> tuple[int, ...] | int:
-        """The size of a 4-D mask, with which eager code compares it (up to 4.39)."""
+        # Up to 4.39, eager code compares it with the size of a 4-D mask.
         size = (self.shape[0], 1, self.shape[1], self.shape[1])
         return size if dim is None else size[dim]
 
@@ -70,14 +62,13 @@ class FormulaMask(PackedMask):
     masked_fill = PackedMask._as_it_is  # Falcon (4.34) makes its mask so
 
     def __eq__(self, other: object) -> Any:
-        """Return the mask itself for a number, as a comparison of a tensor with it gives a mask."""
+        # A comparison of a tensor with a number gives a mask.
         return self if isinstance(other, (int, float)) else self is other
 
     __hash__ = object.__hash__
 
     @classmethod
     def __torch_function__(cls, function: Function, types: object, args: Args = (), kwargs: Any = None) -> Any:
-        """Answer ``scaled_dot_product_attention``, and what is done with scores; the rest is as for a packed mask."""
         if function is functional.scaled_dot_product_attention:
             given = {**dict(zip(("query", "key", "value", "attn_mask", "dropout_p"), args)), **(kwargs or {})}
             q, k, v, mask = (given[name] for name in ("query", "key", "value", "attn_mask"))
@@ -89,27 +80,17 @@ class FormulaMask(PackedMask):
 
 @dataclass(eq=False, repr=False)
 class Scores:
-    """The scores of an attention layer, or its weights, which are never computed.
+    """The scores of an attention layer, or its weights, which are never computed."""
 
-    Attributes:
-        q: the queries ``[batch, heads, length, dim]``; ``[batch * heads, length, dim]``; or
-            ``[batch, length * heads, dim]`` where all heads share their keys (GPTBigCode).
-        k: the keys, as ``q`` or with fewer heads.
-        shape: the shape that the layer sees.
-        scale: the factor that the scores were multiplied by.
-        softcap: the number above which scores do not get; 0 if it will be the next factor.
-        mask: the packed mask that was added, or None.
-        weights: whether the softmax was taken.
-        dropout: the probability with which weights are dropped.
-    """
-
+    # ``[batch, heads, length, dim]``; ``[batch * heads, length, dim]``; or ``[batch, length * heads, dim]`` where all
+    # heads share their keys (GPTBigCode)
     q: torch.Tensor
-    k: torch.Tensor
-    shape: tuple[int, ...]
+    k: torch.Tensor  # as ``q`` or with fewer heads
+    shape: tuple[int, ...]  # that the layer sees
     scale: float = 1.0
-    softcap: float | None = None
-    mask: FormulaMask | None = None
-    weights: bool = False
+    softcap: float | None = None  # 0 if it will be the next factor
+    mask: FormulaMask | None = None  # that was added
+    weights: bool = False  # whether the softmax was taken
     dropout: float = 0.0
 
     device = torch.device("cpu")  # numbers that a layer makes for its scores stay on the host
@@ -121,15 +102,13 @@ class Scores:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the queries."""
         return self.q.dtype
 
     def size(self, dim: int | None = None) -> Any:
-        """The size, like ``Tensor.size``."""
         return self.shape if dim is None else self.shape[dim]
 
     def view(self, *shape: Any) -> Scores:
-        """Note the shape: heads are taken out of the batch, or put there."""
+        # A layer takes heads out of the batch, or puts them there.
         return self._with(shape=tuple(shape[0]) if len(shape) == 1 else shape)
 
     reshape = view
@@ -152,7 +131,7 @@ class Scores:
         return self * (1 / divisor if isinstance(divisor, (int, float, torch.Tensor)) else divisor)
 
     def _times(self, factor: torch.Tensor, by: Function = torch.mul) -> Scores:
-        """Multiply or divide the queries, in the shape that the scores have for the layer, by a tensor."""
+        # For the factor, the queries get the shape that the scores have for the layer.
         queries = self.q.reshape(*self.shape[:-1], self.q.shape[-1])
         return self._with(q=times(queries, factor, by).reshape(self.q.shape))
 
@@ -162,25 +141,23 @@ class Scores:
         return self._with(mask=mask)
 
     def masked_fill(self, mask: object, value: object) -> Scores:
-        """Note the mask."""
         if not _hides(value):
             raise _unsaid(f"filled with {value}")
         return self + mask
 
     def as_it_is(self, *args: object) -> Scores:
-        """Return the scores themselves, where a tensor would be cast."""
+        # A tensor would be cast.
         return self
 
     to = type = type_as = float = as_it_is
 
     def softmax(self, dim: int | None = -1, *args: object, **kwargs: object) -> Scores:
-        """Note that these are weights now."""
         if dim not in (-1, len(self.shape) - 1) or self.weights:
             raise _unsaid("given a softmax along something other than the keys")
         return self._with(weights=True)
 
     def __matmul__(self, values: torch.Tensor) -> torch.Tensor:
-        """Compute attention: the weights times the values, which have as many dimensions as the output."""
+        # The values have as many dimensions as the output.
         if self.mask is None or not self.weights or self.softcap == 0:
             raise _unsaid("multiplied by values before they had a mask and a softmax")
         given = {"scale": self.scale, "softcap": self.softcap, "dropout": self.dropout}
@@ -196,7 +173,6 @@ class Scores:
 
     @classmethod
     def __torch_function__(cls, function: Function, types: object, args: Args = (), kwargs: Call | None = None) -> Any:
-        """Note a mask, a softmax or a dropout; multiply the weights by the values."""
         kwargs = kwargs or {}
         scores = args[0] if isinstance(args[0], Scores) else next((x for x in args if isinstance(x, Scores)), None)
         if scores is None:  # in a list: LUKE's scores of words and entities side by side
@@ -229,7 +205,6 @@ class Scores:
 
 
 def _hides(value: Any) -> bool:
-    """Whether a value in the place of scores hides them: a number, or a tensor on the host, below all scores."""
     if isinstance(value, torch.Tensor):
         # a graph knows no value, and reading it from a device would be a wait
         unread = compiling() or value.device.type != "cpu"
@@ -238,7 +213,7 @@ def _hides(value: Any) -> bool:
 
 
 def _by_head(states: torch.Tensor, batch: int) -> torch.Tensor:
-    """``[batch, heads, length, dim]`` of states whose heads may be in the batch."""
+    # ``[batch, heads, length, dim]`` of states whose heads may be in the batch
     return states if states.dim() == 4 else states.view(batch, -1, *states.shape[1:])
 
 
@@ -250,7 +225,6 @@ def _unsaid(what: str) -> PackingNotIsolated:
 
 
 def product(first: Any, second: Any) -> Any:
-    """The product of weights and values, or the scores of queries and keys."""
     if isinstance(first, Scores):
         return first.__matmul__(second)  # of the operator, dynamo swaps the operands of __torch_function__
     return Scores(first, second.transpose(-1, -2), (*first.shape[:-1], second.shape[-1]))

@@ -15,13 +15,13 @@ matmul = bmm = product
 
 
 def baddbmm(added: torch.Tensor, first: torch.Tensor, second: torch.Tensor, *, beta: float, alpha: float) -> Scores:
-    """Make scores that are multiplied by a factor. What they would be added to is empty or 0."""
+    # What the scores would be added to is empty or 0.
     scores: Scores = product(first, second)
     return scores * alpha
 
 
 def empty(*size: Any, **options: Any) -> torch.Tensor:
-    """Make a tensor without memory, to which scores would be added."""
+    # Scores would be added to it, so it needs no memory.
     return torch.empty((), **{**options, "device": "meta"}).expand(*size)
 
 

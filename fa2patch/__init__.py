@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from .data.collators import DataCollatorWithFlattening
     from .data.completion_only import DataCollatorForCompletionOnlyLM
     from .data.multimodal import DataCollatorForMultimodalFlattening
-    from .data.packed_trainer import packed_trainer
+    from .trainers.packed_trainer import packed_trainer
     from .documents.boundaries import Boundaries
     from .documents.find import boundaries
     from .errors import Fa2PatchError
@@ -61,7 +61,7 @@ else:
         "apply": "patch.applying",
         "architectures": "upstream.architectures",
         "boundaries": "documents.find",
-        "packed_trainer": "data.packed_trainer",
+        "packed_trainer": "trainers.packed_trainer",
         "register": "upstream.architectures",
         "revert": "patch.applying",
         "status": "patch.applying",

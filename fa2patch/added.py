@@ -18,6 +18,8 @@ GROUPS = ("fa2patch.traits", "fa2patch.kernels")
 
 @dataclass(frozen=True)
 class Added:
+    """What a package has added."""  # a data class without a docstring makes one of its signature, in 130 calls
+
     kind: str  # "trait" or "kernel"
     name: str
     package: str  # with its version

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-from .data.packed_trainer import packed_trainer
+from .trainers.packed_trainer import packed_trainer
 from .data.pairs import DataCollatorForPreferenceFlattening, per_document_logps
 
 __all__ = ["DataCollatorForPreferenceFlattening", "per_document_logps", "trainer_class"]

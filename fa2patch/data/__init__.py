@@ -1,1 +1,1 @@
-"""Collators that turn examples into packed batches, and packed computation of padded batches."""
+"""Collators that turn examples into packed batches."""

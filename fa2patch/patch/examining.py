@@ -47,6 +47,8 @@ _lock = threading.RLock()
 
 @dataclass
 class Examination:
+    """The state of the examination of a patched model."""
+
     prove: bool | str  # the argument of apply
     must: bool  # whether packed batches must be proven
     structure: Structure | None = None  # of the model, when it was last looked at

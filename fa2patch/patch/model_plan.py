@@ -72,6 +72,8 @@ def traits() -> tuple[Trait, ...]:
 
 @dataclass(frozen=True)
 class ModelPlan:
+    """What ``apply`` would do to a model."""
+
     facts: Facts
     traits: tuple[tuple[Trait, Any], ...]  # each with the result of Trait.finds
     layers: tuple[Layer, ...]  # those that must be given the boundaries, without their modules

@@ -19,8 +19,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from .._torch import is_no_verdict
 from .._types import Function
 from ..binding import ABSENT, bind, release
-from ..data.packed_trainer import PACKS, held_models, pack_models
-from ..data.token_budget import TokenBudget
+from ..trainers.packed_trainer import PACKS, held_models, pack_models
+from ..trainers.token_budget import TokenBudget
 from ..errors import Fa2PatchError, KernelUnavailable, NotAModel, UnknownKernel
 from ..patch.applying import apply, status
 from ..patch.padding import of_model, pack_padded_batches

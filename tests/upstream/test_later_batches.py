@@ -22,6 +22,11 @@ from fa2patch.upstream.find_documents import packed_mask_of
 DOCS = documents(5, 9, 3)
 OTHER_DOCS = documents(2, 4, 4, 1)
 
+of_interfaces = pytest.mark.skipif(
+    not hasattr(transformers.modeling_utils, "ALL_ATTENTION_FUNCTIONS"),
+    reason="before 4.48, a layer's own eager code is run, and forwards take no keywords that they do not name",
+)
+
 
 class Noting(Reference):
     """The reference, which notes what it is called with."""
@@ -166,6 +171,7 @@ def test_a_change_around_the_model_is_seen(context, kernel):
     assert_same(result(model, DOCS, contextlib.nullcontext), result(fresh, DOCS, contextlib.nullcontext))
 
 
+@of_interfaces
 def test_a_tensor_of_unknown_meaning_is_refused_in_a_later_batch():
     model = built("llama")
     fa2patch.apply(model)
@@ -177,6 +183,7 @@ def test_a_tensor_of_unknown_meaning_is_refused_in_a_later_batch():
 # Calls that are kept for the next batch
 
 
+@of_interfaces
 def test_only_calls_of_one_kind_are_prepared_once():
     """Two kinds of a layer, with gradients and without. Lengths are no kind."""
     model = built("llama")
@@ -232,6 +239,7 @@ def test_a_layer_that_is_gone_is_not_kept_alive():
     assert_same(result(model, DOCS, torch.no_grad), result(model, DOCS, torch.no_grad))
 
 
+@of_interfaces
 def test_a_prepared_layer_takes_few_calls(kernel):
     """Counted between two forwards that differ in layers only: the seam's calls, without those of the kernel."""
     counts = []
@@ -243,4 +251,5 @@ def test_a_prepared_layer_takes_few_calls(kernel):
             counts.append(calls(lambda one=model: one(**pack(DOCS))))
     few, many = counts
     each = {name: (many[name] - few[name]) // 4 for name in many if name.startswith("fa2patch.upstream.")}
-    assert sum(each.values()) <= 5, {name: count for name, count in each.items() if count}
+    looked_up = each.get("fa2patch.upstream.seams.interface.__getitem__", 0)  # up to 4.57, models index the table
+    assert sum(each.values()) <= 5 + looked_up, {name: count for name, count in each.items() if count}

@@ -14,7 +14,7 @@ from padded_cases import layers_tokens
 
 import fa2patch
 from compat_matrix import tiny_models
-from fa2patch.data.packed_trainer import pack_models
+from fa2patch.trainers.packed_trainer import pack_models
 from fa2patch.errors import BadArgument, StaysPadded, UnsupportedModel
 from fa2patch.padded.batches import PaddedBatches
 from fa2patch.patch.padding import of_model

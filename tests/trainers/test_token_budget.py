@@ -13,11 +13,11 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from stage import furthest, padded, tiny_llama, weights
-from transformers import Trainer, TrainingArguments
+from transformers import MixtralForCausalLM, Trainer, TrainingArguments
 
 import fa2patch
 from fa2patch._torch import HAS_OPERATORS
-from fa2patch.data import known_losses
+from fa2patch.trainers import known_losses
 from fa2patch.errors import BadArgument, PackingError
 
 STEPS = 6
@@ -456,6 +456,7 @@ def test_router_losses(coefficient: float) -> None:
     assert_same_steps(found, trained(Trainer, model=routed(coefficient)))
 
 
+@pytest.mark.skipif(not MixtralForCausalLM._supports_sdpa, reason="the eager code rounds elsewhere")
 @pytest.mark.parametrize("coefficient", [0.001, 0.003, 0.1])
 def test_router_losses_in_bfloat16(coefficient: float) -> None:
     """The gates' gradients of a batch are as near to float32 as those of the padded batch are."""

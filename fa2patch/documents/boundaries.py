@@ -18,17 +18,12 @@ Shape = tuple[int, int]
 
 
 class Keys(NamedTuple):
-    """The keys that the queries of each document, or segment, may see.
+    """The keys that the queries of each document, or segment, may see."""
 
-    Attributes:
-        tokens: int64 ``[keys]``, the tokens of every segment's path end to end; None if they are the batch's tokens.
-        cu_seqlens: int32 ``[documents + 1]``, the ends of each document's keys.
-        max_seqlen: the largest number of keys of a document, or an upper bound of it.
-    """
-
+    # int64 [keys]: the tokens of every segment's path, end to end. None stands for the batch's own tokens.
     tokens: torch.Tensor | None
-    cu_seqlens: torch.Tensor
-    max_seqlen: int
+    cu_seqlens: torch.Tensor  # int32 [documents + 1]: the ends of each document's keys
+    max_seqlen: int  # or an upper bound of it
 
 
 @dataclass(eq=False)
@@ -69,7 +64,6 @@ class Boundaries:
 
     @property
     def tree(self) -> Tree | None:
-        """The segments and what each continues, on the host; None without parents. It is read once and kept."""
         if self.parents is None:
             return None
         if Tree not in self.made:
@@ -79,7 +73,6 @@ class Boundaries:
 
     @property
     def spans(self) -> Spans | None:
-        """The spans, on the host; None if every token sees its document up to itself. They are read once and kept."""
         if self.until is None:
             return None
         if Spans not in self.made:
@@ -88,13 +81,12 @@ class Boundaries:
         return self.made.get(Spans)
 
     def _read_with(self, values: torch.Tensor) -> tuple[Any, Any]:
-        """Read ``cu_seqlens`` and more values from the device at once. The segments' lengths are kept."""
+        # One read serves both tensors.
         cu, read = np.split(tensors.read(torch.cat([self.cu_seqlens, values])), [len(self) + 1])
         self._lengths = tuple(np.diff(cu).tolist())
         return cu, read
 
     def keys(self, tokens: int) -> Keys:
-        """The keys that each segment's queries may see, in a batch of so many tokens."""
         if self.parents is None:
             return Keys(None, self.cu_seqlens, self.max_seqlen)
         if compiling():
@@ -103,10 +95,8 @@ class Boundaries:
         return Keys(*self.tree.keys)
 
     def positions_of(self, shape: Shape) -> torch.Tensor:
-        """Position ids, int64 ``[batch, length]``, that count from 0 along each document.
-
-        Nothing is read from the device unless there are parents.
-        """
+        # The ids are int64 [batch, length] and count from 0 along each document. Nothing is read from the device unless
+        # there are parents.
         if self.parents is None:
             cu = self.cu_seqlens.long()
             token = torch.arange(shape[0] * shape[1], device=cu.device)
@@ -117,7 +107,6 @@ class Boundaries:
         return self.tree.positions.view(shape)
 
     def to(self, device: torch.device) -> Boundaries:
-        """The same boundaries with their tensors on another device."""
         parents = None if self.parents is None else self.parents.to(device)
         until = None if self.until is None else self.until.to(device)
         return replace(self, cu_seqlens=self.cu_seqlens.to(device), parents=parents, until=until, made={})
@@ -166,53 +155,44 @@ class Boundaries:
 
 
 def document_of(cu_seqlens: torch.Tensor, tokens: int) -> torch.Tensor:
-    """The number of each token's document, int64 ``[tokens]``. Nothing is read from the device."""
+    # The result is int64 [tokens]. Nothing is read from the device.
     token = torch.arange(tokens, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
     return torch.searchsorted(cu_seqlens, token, right=True) - 1
 
 
 @dataclass(frozen=True)
 class Part:
-    """The part of every row that a process holds, where sequence parallelism divides rows among processes.
+    """The part of every row that a process holds, where sequence parallelism divides rows among processes."""
 
-    Attributes:
-        number: which part this is, counted from 0 in the order of the tokens.
-        of: the number of parts. All have the same length.
-    """
-
-    number: int
-    of: int
+    number: int  # counted from 0 in the order of the tokens
+    of: int  # the number of parts, which all have the same length
 
     def rows(self, shape: Shape) -> Shape:
-        """The shape ``(batch, length)`` of the whole rows, given that of the part."""
+        # The shape is that of the part, and the result is that of the whole rows.
         return shape[0], shape[1] * self.of
 
     def own(self, values: torch.Tensor, dim: int = -1) -> torch.Tensor:
-        """The part's slice of whole rows' values, whose tokens are along ``dim``."""
+        # The values are those of whole rows, with the tokens along ``dim``.
         length = values.shape[dim] // self.of
         return values.narrow(dim, self.number * length, length)
 
     def here(self, tokens: torch.Tensor, shape: Shape) -> torch.Tensor:
-        """Where tokens of the whole rows, int64 ``[n]``, are in the part's rows laid end to end, of ``shape``.
-
-        It is ``batch * length`` for tokens of other parts.
-        """
+        # The tokens, int64 [n], are indices into the whole rows. The result has their places in the part's rows laid
+        # end to end, of ``shape``, and ``batch * length`` for tokens of other parts.
         length = shape[1]
         row, column = tokens // (length * self.of), tokens % (length * self.of) - self.number * length
         inside = (column >= 0) & (column < length) & (row < shape[0])
         return torch.where(inside, row * length + column, shape[0] * length)
 
     def clipped(self, cu_seqlens: torch.Tensor, shape: Shape) -> torch.Tensor:
-        """``cu_seqlens`` of what the part holds of each document, int32 ``[documents + 1]``; some may be empty."""
+        # The result is int32 [documents + 1]: the ends of what the part holds of each document, which may be nothing.
         length = shape[1]
         row, column = cu_seqlens // (length * self.of), cu_seqlens % (length * self.of)
         return (row * length + (column - self.number * length).clamp(0, length)).to(torch.int32)
 
     def documents(self, boundaries: Boundaries, shape: Shape) -> Boundaries | None:
-        """The boundaries of the part's documents; None if a document, or a path of segments, is in several parts.
-
-        The lengths of the whole rows' documents are read from the device, once a batch.
-        """
+        """The boundaries of the part's documents; None if a document, or a path of segments, is in several parts."""
+        # Lengths of the whole rows' documents are read from the device, once for each batch.
         key = "documents of", self
         if key not in boundaries.made:
             boundaries.made[key] = self._documents(boundaries, shape)

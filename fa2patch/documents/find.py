@@ -2,8 +2,7 @@
 
 A document starts at the first token of every row and wherever ``p[i] != p[i-1] + 1`` (rule 2 of CONTRIBUTING.md).
 ``cu_seq_lens_*`` (:mod:`.stated`), then ``seq_idx``, then a 2-D mask of document numbers take precedence over
-``position_ids``, which contradict them only where they fall or stand still inside a document. Arrays are
-``[batch, length]``; with axes (mRoPE), ``[axes, batch, length]``.
+``position_ids``, which contradict them only where they fall or stand still inside a document.
 """
 
 from __future__ import annotations
@@ -25,8 +24,9 @@ if TYPE_CHECKING:
 
     Ids = NDArray[np.int64]
     Flags = NDArray[np.bool_]
+    # Documents are looked for in arrays on the host, and stated ones are checked in tensors. Both are [batch, length],
+    # or with axes (mRoPE) [axes, batch, length].
     Array = TypeVar("Array", NDArray[Any], torch.Tensor)
-    """Arrays where documents are looked for on the host, tensors where the caller states them."""
 
 
 def boundaries(position_ids: torch.Tensor) -> Boundaries:
@@ -55,42 +55,18 @@ def boundaries(position_ids: torch.Tensor) -> Boundaries:
 
 @uncompiled
 def recognise(
-    shape: tuple[int, int],
-    device: torch.device,
+    shape: tuple[int, int],  # (batch, length)
+    device: torch.device,  # where ``cu_seqlens`` will be
     *,
-    position_ids: torch.Tensor | None = None,
-    attention_mask: torch.Tensor | None = None,
-    seq_idx: torch.Tensor | None = None,
-    only_certain: bool = False,
-    first_position: int = 0,
-    training: bool = False,
-    always: bool = False,
+    position_ids: torch.Tensor | None = None,  # [length], [batch or 1, length] or [axes, batch or 1, length]
+    attention_mask: torch.Tensor | None = None,  # [batch, length]: 0 is padding; 1, 1, 2, 2, ... are document numbers
+    seq_idx: torch.Tensor | None = None,  # [length] or [batch or 1, length]: the number changes with the document
+    only_certain: bool = False,  # with three axes, ambiguous tokens continue a document and are no error
+    first_position: int = 0,  # the id of a document's first token in models that do not count from 0
+    training: bool = False,  # a jump behind padding to another id than 0 or ``first_position`` is an error
+    always: bool = False,  # boundaries are also wanted if no row holds more than one document
 ) -> Boundaries | None:
-    """Find the boundaries of a packed batch, with one read from the device. None if a batch is dense.
-
-    Ids of masked tokens are ignored. After padding, a document starts where the ids restart at 0 or ``first_position``.
-    Any other jump there is treated as a filler, as Transformers' ``generate`` writes it, and the document continues.
-    Each run of padding is a document of its own.
-
-    Args:
-        shape: ``(batch, length)``.
-        device: the device of the returned ``cu_seqlens``.
-        position_ids: integers ``[length]``, ``[batch or 1, length]`` or ``[axes, batch or 1, length]``.
-        attention_mask: ``[batch, length]``: zeros are padding; 1, 1, 2, 2, ... are document numbers.
-        seq_idx: integers ``[length]`` or ``[batch or 1, length]``; the number changes from document to document.
-        only_certain: with three axes, treat ambiguous tokens as continuing instead of raising an error.
-        first_position: the position id of a document's first token in models that do not count from 0.
-        training: whether a jump after padding to another position than 0 or ``first_position`` is an error.
-        always: whether to return boundaries also if no row holds more than one document.
-
-    Raises:
-        BadPositionIds: ``position_ids`` have a wrong dtype or shape, or ids on three axes neither restart nor continue
-            as a model counts them.
-        BadCuSeqlens: ``seq_idx`` has a wrong dtype or shape.
-        BoundaryConflict: two sources contradict each other; padding is inside a document of a packed row; the mask of
-            a packed row holds other values than zeros, ones and document numbers; or, in training, ids jump after
-            padding and neither ``seq_idx`` nor document numbers say whether a document starts.
-    """
+    """Find the boundaries of a packed batch, with one read from the device. None if a batch is dense."""
     if position_ids is not None:
         check_position_ids(position_ids, shape)
         if position_ids.is_meta:
@@ -124,7 +100,6 @@ def _read(
     attention_mask: torch.Tensor | None,
     seq_idx: torch.Tensor | None,
 ) -> _Given | None:
-    """Read what was given from the device, once; None if nothing was given."""
     given = {"mask": None if attention_mask is None else whole_numbers(attention_mask), "seq_idx": seq_idx}
     present = {name: ids.expand(shape) for name, ids in given.items() if ids is not None}
     axes = [] if position_ids is None else [axis.expand(shape) for axis in axes_of(position_ids)]
@@ -132,31 +107,27 @@ def _read(
         return None
     if device.type == "meta":
         raise BadPositionIds("position_ids: expected those of a batch with values, found one on the meta device.")
+    # Everything is stacked, so that there is one read from the device.
     read = tensors.read(torch.stack([ids.detach().to(device, torch.int64) for ids in (*present.values(), *axes)]))
     return _Given(read[len(present) :], **dict(zip(present, read)))
 
 
 def _is_of_ones(mask: torch.Tensor) -> bool:
-    """Whether a mask says nothing. Only a mask on a CPU is looked at: on other devices that would be another read."""
+    # Only a mask on a CPU is looked at: on other devices that would be another read.
     return mask.device.type == "cpu" and bool(tensors.read(mask == 1).all())
 
 
 @dataclass(eq=False)
 class _Given:
-    """What a batch says of its documents, on the host: int64 arrays ``[batch, length]``, or None.
+    """What a batch says of its documents, on the host: int64 arrays ``[batch, length]``, or None."""
 
-    Attributes:
-        axes: the position ids, int64 ``[axes, batch, length]``; no axes if there are none.
-        real: bool ``[batch, length]``: tokens that the mask does not hide.
-        runs: the row and the index of the first token of each run of real tokens, and the index of the nearest real
-            token to its left in the row, or -1. For other real tokens it is the left neighbour, so that a batch costs
-            little more than its ids alone.
-    """
-
-    axes: Ids
+    axes: Ids  # position ids [axes, batch, length]; no axes if there are none
     mask: Ids | None = None
     seq_idx: Ids | None = None
-    real: Flags = field(init=False)
+    real: Flags = field(init=False)  # tokens that the mask does not hide; the ids of others are ignored
+    # The row and the index of the first token of each run of real tokens, and the index of the nearest real token to
+    # its left in the row, or -1. For other real tokens that is the left neighbour, so that a batch costs little more
+    # than its ids alone.
     runs: tuple[Ids, Ids, Ids] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -175,34 +146,28 @@ class _Given:
         self.runs = rows, tokens, before
 
     def left(self, values: NDArray[Any]) -> NDArray[Any]:
-        """For each token, the value ``[..., batch, length]`` of the nearest real token to its left.
-
-        A row's first real token gets its own.
-        """
+        # For each token, the value of the nearest real token to its left. A row's first real token gets its own.
         rows, tokens, before = self.runs
         found = np.concatenate([values[..., :1], values[..., :-1]], axis=-1)
         found[..., rows, tokens] = values[..., rows, np.maximum(before, 0)]
         return found
 
 
+# Replaces document numbers that their dtype may have rounded or wrapped. float32 holds it.
 _MERGED = -(2**40)
-"""Replaces document numbers that their dtype may have rounded or wrapped. float32 holds it."""
 
 
 def whole_numbers(mask: torch.Tensor) -> torch.Tensor:
-    """A mask with -1 in the place of fractions, NaN, infinities and numbers of 2**31 or more.
-
-    :data:`_MERGED` is in the place of numbers that may have been other ones before they were stored: from 256 on in
-    bfloat16, 2048 in float16 and 2**24 in float32, as there every second number becomes its neighbour; and the 0 behind
-    254 and 255 in uint8.
-    """
     if mask.dtype == torch.uint8:
+        # Document numbers in uint8 begin again at 0, behind 254 and 255.
         wrapped = (mask[:, 1:] == 0) & (mask[:, :-1] == 255) & (mask == 254).any()
         return mask.long().masked_fill(torch.nn.functional.pad(wrapped, (1, 0)), _MERGED)
     if not mask.is_floating_point():
         return mask
+    # From 256 on in bfloat16, 2048 in float16 and 2**24 in float32, every second number becomes its neighbour.
     merged_from = 2 / torch.finfo(mask.dtype).eps
     mask = mask.float() if mask.element_size() < 4 else mask  # torch 2.1 has no floor for half precision on a CPU
+    # Fractions, NaN, infinities and numbers of 2**31 or more become -1.
     whole = torch.where((mask == mask.floor()) & (mask.abs() < 2**31), mask, -1)
     return torch.where(whole >= merged_from, _MERGED, whole)
 
@@ -217,7 +182,7 @@ def _first(wrong: Flags) -> str:
 
 
 def _added_to_logits(given: _Given, only_certain: bool) -> bool:
-    """Whether the mask has negative numbers, because it is added to logits. In a packed batch that is an error."""
+    # A mask with negative numbers is added to logits. In a packed batch that is an error.
     mask = given.mask
     if mask is None or mask.min() >= 0:
         return False
@@ -234,7 +199,6 @@ def _added_to_logits(given: _Given, only_certain: bool) -> bool:
 
 
 def added_to_logits(found: str) -> str:
-    """Return the text of the error for a 2-D mask with negative numbers beside a packed row."""
     return (
         f"attention_mask: expected zeros for padding and ones, or document numbers, found {found}. A mask that is "
         "added to logits cannot go with a packed row: leave it out."
@@ -242,10 +206,7 @@ def added_to_logits(found: str) -> str:
 
 
 def _starts(given: _Given, only_certain: bool = False, first_position: int = 0, training: bool = False) -> Flags:
-    """First tokens of documents, bool ``[batch, length]``; none if nothing says where documents start.
-
-    Explicit statements win over ``position_ids``. A contradiction between two sources is an error.
-    """
+    # Explicit statements win over position ids. A contradiction between two sources is an error.
     stated = _stated_starts(given)
     if not len(given.axes):
         return next(iter(stated.values()), np.zeros_like(given.real))
@@ -266,7 +227,6 @@ def _starts(given: _Given, only_certain: bool = False, first_position: int = 0, 
 
 
 def _stated_starts(given: _Given) -> dict[str, Flags]:
-    """The first tokens of documents by each source that states them outright."""
     stated: dict[str, Flags] = {}
     if given.seq_idx is not None:
         stated["seq_idx"] = _changes(given, given.seq_idx, step=0)
@@ -280,13 +240,12 @@ def _stated_starts(given: _Given) -> dict[str, Flags]:
 
 
 def _starts_of(given: _Given, first_position: int) -> tuple[Flags, Flags, Flags]:
-    """Find in position ids starts, tokens on three axes that may be starts, and jumps after padding to other ids.
-
-    Jumps are of the runs of real tokens, bool ``[runs]``.
-    """
+    # Returned are the starts, tokens on three axes that may be starts, and for each run of real tokens, bool [runs],
+    # whether its ids jump behind padding.
     axes, (rows, tokens, before) = given.axes, given.runs
     starts, ids = _changes(given, axes[0], step=1), axes[0][rows, tokens]
     jumps = starts[rows, tokens] & (before >= 0) & (ids != 0) & (ids != first_position)
+    # Such a jump is treated as a filler, as Transformers' ``generate`` writes it, and the document continues.
     starts[rows, tokens] &= ~jumps
     if len(axes) != 3:
         return starts, np.zeros_like(starts), jumps
@@ -300,22 +259,22 @@ def _starts_of(given: _Given, first_position: int) -> tuple[Flags, Flags, Flags]
 
 
 def _changes(given: _Given, ids: Ids, step: int) -> Flags:
-    """Real tokens that do not continue from the nearest real token to their left; ids may or may not count padding."""
+    """Real tokens that do not continue from the nearest real token to their left."""
     changed = given.real & _breaks(ids, step)
     rows, tokens, before = given.runs
     own, left = ids[rows, tokens], ids[rows, np.maximum(before, 0)]
+    # The ids may or may not count padding.
     continues = ((own == left + step) | (own == left + step * (tokens - before))) & (own >= left)
     changed[rows, tokens] = (before < 0) | ~continues
     return changed
 
 
+# So many numbers are compared at once. What is made of them on the way stays in the processor's cache: made of a row of
+# a million tokens, it took more than twice as long for each token as in a row of a tenth.
 AT_ONCE = 2**15
-"""The numbers that are compared at once. What is made of them on the way stays in the processor's cache: made of a row
-of a million tokens, it took more than twice as long for each token as in a row of a tenth."""
 
 
 def _breaks(ids: Ids, step: int) -> Flags:
-    """Where an id is not its left neighbour's plus ``step``, bool ``[batch, length]``: True in the first column."""
     flat = ids.reshape(-1)
     breaks = np.empty(len(flat), dtype=bool)
     for start in range(1, len(flat), AT_ONCE):
@@ -327,50 +286,41 @@ def _breaks(ids: Ids, step: int) -> Flags:
 
 
 def _behind_padding(ids: Array, left: Array, left_starts: Array, first_position: int) -> Array:
-    """Where a document starts behind an id that is one below its first position, although ids go on from it.
-
-    Such an id is padding: ``attention_mask.cumsum(-1) - 1`` gives -1 to what is padded left, and RoBERTa's own count
-    gives 1 where its documents start at 2. An id that itself goes on from another one is no padding. Neither is 0:
-    collators begin there whatever the model. ``left`` are the ids of the tokens to the left, and ``left_starts`` says
-    whether these start documents.
-    """
+    """Where a document starts behind an id that is one below its first position, although ids go on from it."""
+    # Such an id is padding: ``attention_mask.cumsum(-1) - 1`` gives -1 to what is padded left, and RoBERTa's own count
+    # gives 1 where its documents start at 2. An id that itself goes on from another one is no padding. Neither is 0:
+    # collators begin there whatever the model.
     found: Array = (ids == first_position) & (left == first_position - 1) & (left != 0) & left_starts
     return found
 
 
 def restarts(ids: Array, left: Array) -> Array:
-    """Where time, height and width (arrays or tensors ``[3, batch, length]``) restart.
-
-    Inside a document, time is 0 only at the first token and in an image that starts there. All three are 0 only at the
-    first token.
-    """
+    # The ids are [3, batch, length]: time, height and width. Inside a document, time is 0 only at the first token and
+    # in an image that starts there, and all three are 0 only at the first token.
     first: Array = (ids[0] == 0) & ((left[0] > 0) | ((ids[1] == 0) & (ids[2] == 0)))
     return first
 
 
 def goes_on(ids: Array, left: Array) -> Array:
-    """Where time, height and width continue from the token to the left as a model's ``get_rope_index`` counts them.
-
-    Inside an image or a video, time stays or rises. A text token, and the first token of an image, has one number n on
-    all axes, and the token before it has n - 1 on its largest axis. From Transformers 5.3 on, time is left out after a
-    video: text continues from height and width, which may be below the last frame's time. The three axes may also be
-    equal inside an image.
-    """
+    """Where time, height and width continue from the token to the left as a model's ``get_rope_index`` counts them."""
     (t, h, w), (time, height, width) = ids, left
     beside_image = (t == h) & (t == w)
+    # A text token, and the first token of an image, has one number n on all axes, and the token before it has n - 1 on
+    # its largest axis. From Transformers 5.3 on, time is left out after a video: text continues from height and width,
+    # which may be below the last frame's time.
     follows = (t > height) & (t > width) & ((t == height + 1) | (t == width + 1) | (t == time + 1))
+    # The three axes may also be equal inside an image.
     of_its_time = (t == time) & ((height != time) | (width != time))
+    # Inside an image or a video, time stays or rises.
     continues: Array = (~beside_image & (t >= time)) | (beside_image & (follows | of_its_time))
     return continues
 
 
 def axes_of(position_ids: torch.Tensor) -> torch.Tensor:
-    """Position ids with their axes in front; ids without axes get one."""
     return position_ids if position_ids.dim() == 3 else position_ids[None]
 
 
 def _with_padding(starts: Flags, real: Flags) -> Flags:
-    """The first tokens of documents and of runs of padding. Padding inside a document is an error."""
     turns = np.ones_like(real)
     turns[:, 1:] = real[:, 1:] != real[:, :-1]
     holes = turns & real & ~starts
@@ -379,6 +329,7 @@ def _with_padding(starts: Flags, real: Flags) -> Flags:
             f"the attention_mask hides tokens inside a document of a packed row (it goes on at {_first(holes)}). "
             "Padding may only stand between documents: drop the hidden tokens, or restart position_ids there."
         )
+    # Each run of padding is a document of its own.
     return starts | (turns & ~real)
 
 
@@ -413,7 +364,6 @@ def _no_conflict(conflicts: Flags, what: str) -> None:
 
 
 def _from_starts(starts: Flags, on: torch.device, positions: int | None) -> Boundaries:
-    """The boundaries of documents whose first tokens are True in ``starts``."""
     (firsts,) = starts.reshape(-1).nonzero()
     ends = np.empty(len(firsts) + 1, dtype=np.int32)
     ends[:-1], ends[-1] = firsts, starts.size
@@ -422,7 +372,6 @@ def _from_starts(starts: Flags, on: torch.device, positions: int | None) -> Boun
 
 
 def _require_no_wrap(dtype: torch.dtype, largest: int, counted: int) -> None:
-    """Refuse ids that may have wrapped in a small dtype: the largest is reached, and ``counted`` tokens pass it."""
     # behind that, the ids of a longer document begin again, as if another one started
     if torch.iinfo(dtype).bits < 32 and largest == torch.iinfo(dtype).max < counted:
         raise BadPositionIds(
@@ -441,12 +390,7 @@ def is_plain(
 
 
 def from_positions(ids: torch.Tensor, device: torch.device, always: bool, first_position: int = 0) -> Boundaries | None:
-    """Find the documents of a batch that holds nothing but position ids on one axis, as a collator's do.
-
-    On a CPU, NumPy looks for first tokens. On other devices, the device does so, and the host reads four numbers,
-    whatever the length of the rows; once more if ids in a packed row are padding. The arguments are those of
-    :func:`recognise`, with ids ``[batch, length]``.
-    """
+    # The ids are [batch, length], and the batch says nothing else of its documents (is_plain).
     dtype = ids.dtype
     ids = ids.detach().to(device, torch.int64)
     if device.type == "cpu":
@@ -460,6 +404,7 @@ def from_positions(ids: torch.Tensor, device: torch.device, always: bool, first_
         if made is not None and packed:
             _require_no_wrap(dtype, last, made.max_seqlen + first_position)
         return made
+    # The device looks for first tokens, and the host reads four numbers, whatever the length of the rows.
     ends, found = _on_device(ids)
     documents, longest, least, last = tensors.read(found).tolist()
     packed = documents > ids.shape[0]
@@ -472,12 +417,9 @@ def from_positions(ids: torch.Tensor, device: torch.device, always: bool, first_
 
 
 def _on_device(ids: torch.Tensor, first_position: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Find the documents of int64 ids ``[batch, length]`` without a read; ``first_position`` if an id is below it.
-
-    Returns:
-        int32 ``[tokens + 1]``, the documents' ends, the last of which is repeated; and int64 ``[4]``: the number of
-        documents, the longest document's length, the smallest and the largest id.
-    """
+    # Nothing is read. Returned are the ends of the documents, int32 [tokens + 1], the last of which is repeated, and
+    # int64 [4]: the number of documents, the longest one's length, the smallest and the largest id. ``first_position``
+    # is given if an id is below it.
     tokens = ids.numel()
     starts = torch.ones_like(ids, dtype=torch.bool)
     starts[:, 1:] = (ids.diff() != 1) | (ids[:, 1:] <= ids[:, :-1])
@@ -491,7 +433,7 @@ def _on_device(ids: torch.Tensor, first_position: int | None = None) -> tuple[to
 
 
 def _documents(position_ids: torch.Tensor, first_position: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``cu_seqlens`` and an empty tensor ``[max_seqlen, 0]``: a size need not be read from a tensor."""
+    # The second result is an empty tensor [max_seqlen, 0]: a graph knows a size without reading a tensor.
     found = from_positions(position_ids, position_ids.device, True, first_position)
     assert found is not None, "it is asked for always"
     cu = found.cu_seqlens.clone()
@@ -512,10 +454,6 @@ operator_later(
 
 
 def in_graph(position_ids: torch.Tensor, first_position: int) -> Boundaries:
-    """The boundaries of the documents of position ids ``[batch, length]`` in a graph being captured, from torch 2.4 on.
-
-    ``first_position`` is the position id of a document's first token. The number of documents and the longest length
-    are sizes that the graph does not know. ``positions`` is None.
-    """
+    # From torch 2.4 on. The number of documents and the longest length are sizes that the graph does not know.
     cu, longest = torch.ops.fa2patch.documents.default(position_ids, first_position)
     return Boundaries(cu, longest.shape[0], uncounted=True)

@@ -1,7 +1,7 @@
 """Names and special values of a batch's arguments, the same in every version of Transformers.
 
-:data:`KEYS`, the table of pictures, films and sound, is the only place that knows what a key of a processor's output
-means. The collator joins examples by it, a forward recognises pictures and sound by it, and the docs print it.
+Only :data:`KEYS`, the table of pictures, films and sound, knows what a key of a processor's output means. The collator
+joins examples by it, a forward recognises pictures and sound by it, and the docs print it.
 """
 
 from __future__ import annotations
@@ -10,47 +10,43 @@ from collections.abc import Container, Mapping, Sequence
 from typing import Any, NamedTuple
 
 TOKENS = ("input_ids", "inputs_embeds")
-"""Arguments that hold the tokens of a batch."""
 
+# Keyword for the segment that each segment of ``cu_seq_lens_*`` continues.
 PARENTS = "segment_parents"
-"""Keyword for the segment that each segment of ``cu_seq_lens_*`` continues."""
 
+# Keywords of Transformers' DataCollatorWithFlattening (``return_flash_attn_kwargs``, ``return_seq_idx``), and ours.
 LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", PARENTS)
-"""Keywords of Transformers' DataCollatorWithFlattening (``return_flash_attn_kwargs``, ``return_seq_idx``), and ours."""
 
+# Keyword for [batch, length]: 0 in the padding of ``pad_to_multiple_of``, else 1. It is no ``attention_mask``, because
+# Transformers takes a row with a mask for one document. A mask would also be a second source of boundaries: more would
+# be read from the device, and a graph of torch.compile would break.
 REAL = "real_tokens"
-"""Keyword for the row's real tokens, ``[batch, length]``: 0 in the padding of ``pad_to_multiple_of``, else 1.
 
-It is no ``attention_mask``, because Transformers' own code takes a row with a mask for one document, and because a mask
-is a source of boundaries: with two sources, more is read from the device, and a graph of torch.compile breaks.
-"""
-
+# ``shift_labels`` are already shifted to where they are predicted.
 LABELS = ("labels", "shift_labels")
-"""Arguments that hold the tokens to predict. ``shift_labels`` are already shifted to where they are predicted."""
 
+# The tokens to predict, where ``labels`` count what the loss is divided by: documents or tokens.
 LOSS_LABELS = "loss_labels"
-"""Argument with the tokens to predict, where ``labels`` count what the loss is divided by: documents or tokens."""
 
-LOSS_WEIGHTS = "loss_weights"
-"""Argument with the weight of each of ``loss_labels`` in the loss."""
+LOSS_WEIGHTS = "loss_weights"  # the weight of each of LOSS_LABELS in the loss
 
+# Both select the tokens whose logits are computed: a number of last tokens, or an index of a row.
 FEWER_LOGITS = ("logits_to_keep", "num_logits_to_keep")
-"""Arguments that select the tokens whose logits are computed: a number of last tokens, or an index of a row."""
 
-IGNORED_LABEL = -100
-"""The label of a token without a loss (``ignore_index`` of ``torch.nn.CrossEntropyLoss``)."""
+IGNORED_LABEL = -100  # the default of ``ignore_index`` of torch.nn.CrossEntropyLoss
 
+# Argument of Transformers' loss functions (4.46 on) with the label that has no loss, if it is another one.
 IGNORE_INDEX = "ignore_index"
-"""Argument of Transformers' loss functions (4.46 on) with the label that has no loss, if it is another one."""
 
+# The label in ``labels`` of a weighted loss, which count. It is no token, so a loss that uses it fails.
 COUNTED_LABEL = 2**31 - 1
-"""The label in ``labels`` of a weighted loss, which count. It is no token, so a loss that uses it fails."""
 
+# Each argument with picture sizes, and the argument with the pictures.
 GRIDS = {"image_grid_thw": "pixel_values", "video_grid_thw": "pixel_values_videos"}
-"""Maps each argument with picture sizes to the argument with the pictures."""
 
 PICTURE, FILM, SOUND = "picture", "film", "sound"
 
+# How the entries of several examples become those of one row.
 JOINS = {
     "patches": "end to end; the grid says how many patches a picture has",
     "each": "end to end, one entry for each picture, film or sound; entries of all examples have one shape",
@@ -61,32 +57,21 @@ JOINS = {
     "positions": "passed to get_rope_index and not returned",
     "drop": "not returned",
 }
-"""How the entries of several examples become those of one row."""
 
+# The value of Key.apart for a mask of which a single 0 changes how the model computes all pictures.
 ZEROS = "zeros"
-"""The value of :attr:`Key.apart` for a mask of which a single 0 changes how the model computes all pictures."""
 
 
 class Key(NamedTuple):
-    """One key of a processor's output.
-
-    Attributes:
-        name: the key.
-        of: what it describes: :data:`PICTURE`, :data:`FILM` or :data:`SOUND`.
-        join: a key of :data:`JOINS`.
-        meaning: its shape and what its numbers are.
-        beside: another key. This row of the table holds only if the example has that key too.
-        optional: whether processors leave the key out where it would hold only ones.
-        apart: a key whose presence in a forward changes what the model computes from this one.
-    """
+    """One key of a processor's output."""
 
     name: str
-    of: str
-    join: str
-    meaning: str
-    beside: str = ""
-    optional: bool = False
-    apart: str = ""
+    of: str  # PICTURE, FILM or SOUND
+    join: str  # a key of JOINS
+    meaning: str  # its shape and what its numbers are
+    beside: str = ""  # another key: this row of the table holds only if the example has that key too
+    optional: bool = False  # processors leave the key out where it would hold only ones
+    apart: str = ""  # a key whose presence in a forward changes what the model computes from this one
 
 
 KEYS = (
@@ -131,31 +116,26 @@ KEYS = (
     Key("input_mode", PICTURE, "same", "the kind of input (Phi-4-multimodal's own code)"),
 )  # fmt: skip
 
+# Where a config has the token ids at whose places pictures, films and sound are put.
 PLACEHOLDERS = {
     PICTURE: ("image_token_id", "image_token_index"),
     FILM: ("video_token_id", "video_token_index"),
     SOUND: ("audio_token_id", "audio_token_index"),
 }
-"""Where a config has the token ids at whose places pictures, films and sound are put."""
 
+# Arguments of a forward that hold or describe pictures, films or sound.
 MEDIA = tuple(dict.fromkeys(key.name for key in KEYS if key.join not in ("positions", "drop", "same")))
-"""Arguments of a forward that hold or describe pictures, films or sound."""
 
 
 class MediaRow(dict[str, Any]):
-    """A packed row that also knows which pictures, films and sounds are whose. :func:`fa2patch.verify` asks for it.
-
-    Attributes:
-        parts: for each key with pictures, films or sound, the dimension along which documents follow one another, and
-            the number of each document's entries.
-    """
+    """A packed row that also knows which pictures, films and sounds are whose, for :func:`fa2patch.verify`."""
 
     def __init__(self, batch: Mapping[str, Any], parts: Mapping[str, tuple[int, Sequence[int]]] | None = None) -> None:
         super().__init__(batch)
+        # For each key: the dimension along which documents follow one another, and each document's number of entries.
         self.parts = dict(parts or {})
 
     def of(self, document: int) -> dict[str, Any]:
-        """The pictures, films and sound of one document; without those of which it has none."""
         found = {}
         for name, (dim, sizes) in self.parts.items():
             if document < len(sizes) and sizes[document]:
@@ -164,5 +144,4 @@ class MediaRow(dict[str, Any]):
 
 
 def media_key(name: str, there: Container[str]) -> Key | None:
-    """The row of :data:`KEYS` that holds for a key of an example with the keys ``there``; None if no row does."""
     return next((key for key in KEYS if key.name == name and (not key.beside or key.beside in there)), None)

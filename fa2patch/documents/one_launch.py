@@ -1,11 +1,8 @@
-"""What must hold of stated boundaries, looked at by one kernel of Triton.
+"""What must hold of stated boundaries, looked at by one kernel of Triton. Import it only where Triton can run.
 
-Each operator of torch is a launch on a device, and :mod:`.stated` needs fifteen of them to look at a row. They say the
-same as the kernel here, and stay for devices and arguments that it is not for. Like a kernel of attention it is tried
-before it is used, on rows that are right and rows that are wrong in each way: it is not believed if it finds another
-number of wrong ones, or cannot be compiled.
-
-Triton is imported with this module, so it must be imported for a device that has it.
+Each operator of torch is a launch on a device, and :mod:`.stated` needs fifteen of them to look at a row. They stay for
+devices and arguments that this kernel is not for. Like a kernel of attention, this one is tried before it is used, on
+rows that are right and rows that are wrong in each way.
 """
 
 from __future__ import annotations
@@ -28,7 +25,7 @@ def _look(  # type: ignore[no-untyped-def]  # Triton reads annotations
     held, ends, ends_of_keys, ids, documents, tokens, length, longest, row_stride, stride, steps,
     HAS_KEYS: tl.constexpr, HAS_IDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Store 0 in ``held`` unless all holds of one block of documents and of tokens."""
+    # Each program looks at one block of documents and of tokens, and stores 0 in ``held`` if something is wrong there.
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     one = at < documents
     start, end = tl.load(ends + at, mask=one, other=0), tl.load(ends + at + 1, mask=one, other=0)
@@ -54,24 +51,13 @@ def _look(  # type: ignore[no-untyped-def]  # Triton reads annotations
 
 
 def looked_at(
-    ends: torch.Tensor,
-    ends_of_keys: torch.Tensor | None,
-    shape: tuple[int, int],
-    ids: torch.Tensor | None,
-    longest: int | None,
+    ends: torch.Tensor,  # integers [documents + 1]
+    ends_of_keys: torch.Tensor | None,  # must be equal to ``ends``
+    shape: tuple[int, int],  # (batch, length): a document must start at the first token of every row
+    ids: torch.Tensor | None,  # [batch or 1, length]: may restart only where a document starts
+    longest: int | None,  # no document may be longer
 ) -> torch.Tensor:
-    """Whether boundaries rise from 0 to the number of tokens, and agree with the ids.
-
-    Args:
-        ends: integers ``[documents + 1]``.
-        ends_of_keys: ends that must be equal, or None.
-        shape: ``(batch, length)``. At the first token of every row a document must start.
-        ids: position ids ``[batch or 1, length]``, which may restart only where a document starts; or None.
-        longest: the length of the longest document, at most; or None.
-
-    Returns:
-        An int32 tensor without dimensions on the device: 0 if something does not hold.
-    """
+    """Whether boundaries rise from 0 to the number of tokens, and agree with the ids: 0 on the device if not."""
     held, documents, tokens = ends.new_ones((), dtype=torch.int32), ends.shape[0] - 1, shape[0] * shape[1]
     row_stride, stride = (0, 0) if ids is None else (ids.stride(0) if ids.shape[0] > 1 else 0, ids.stride(1))
     _look[(triton.cdiv(max(tokens, documents + 1), _BLOCK),)](
@@ -83,22 +69,15 @@ def looked_at(
 
 
 class Case(NamedTuple):
-    """What the kernel is tried with.
+    """Arguments of :func:`looked_at`, and what it must find."""
 
-    Attributes:
-        holds: whether all is right.
-        ends, shape, longest, ends_of_keys: the arguments of :func:`looked_at`, as lists.
-        starts: where ids begin again from 0; None for no ids.
-        step: by how much ids rise from token to token.
-    """
-
-    holds: bool
+    holds: bool  # whether all is right
     ends: list[int]
     shape: tuple[int, int]
-    starts: list[int] | None
+    starts: list[int] | None  # where ids begin again from 0; None for no ids
     longest: int | None = None
     ends_of_keys: list[int] | None = None
-    step: int = 1
+    step: int = 1  # by how much ids rise from token to token
 
 
 _LONG = 3 * _BLOCK + 5
@@ -141,8 +120,9 @@ def _tensors(case: Case, device: torch.device) -> tuple[Any, ...]:
 
 
 def tells(device: torch.device) -> bool:
-    """Whether the kernel tells right rows from wrong ones on a device. All verdicts are read from there at once."""
+    """Whether the kernel tells right rows from wrong ones on a device."""
     tried = [*cases()]
+    # All verdicts are read from the device at once.
     found = torch.stack([looked_at(*_tensors(case, device)) for case in tried]).bool().tolist()
     return found == [case.holds for case in tried]
 
@@ -151,11 +131,7 @@ _verdicts: dict[int, bool] = {}
 
 
 def believed(index: int) -> bool:
-    """Whether the kernel is used on a CUDA device. It is tried once, and not while a CUDA graph is captured.
-
-    Raises:
-        Exception: an error that is no verdict (:func:`~fa2patch._torch.is_no_verdict`). It is not remembered.
-    """
+    """Whether the kernel is used on a CUDA device, on which it is tried once."""
     if index not in _verdicts:
         if torch.cuda.is_current_stream_capturing():
             return False
@@ -164,6 +140,7 @@ def believed(index: int) -> bool:
             with outside_the_forward(device):
                 _verdicts[index] = tells(device)
         except Exception as error:  # Triton's compiler and the driver raise errors of many types
+            # Such an error is not remembered.
             if is_no_verdict(error):
                 raise
             _verdicts[index] = False

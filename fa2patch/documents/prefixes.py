@@ -13,65 +13,50 @@ from .trees import Tree
 
 
 class Segment(NamedTuple):
-    """Consecutive tokens of a sequence that are in a packed row once.
+    """Consecutive tokens of a sequence that are in a packed row once."""
 
-    Attributes:
-        sequence: one of the sequences that have these tokens at this place.
-        start: the first of these tokens in the sequence.
-        stop: the token behind the last.
-        parent: the number of the segment that this one continues, or -1.
-    """
-
-    sequence: int
+    sequence: int  # one of the sequences that have these tokens at this place
     start: int
-    stop: int
-    parent: int
+    stop: int  # the token behind the last one
+    parent: int  # the number of the segment that this one continues, or -1
 
 
 @dataclass(frozen=True)
 class Prefixes:
-    """Sequences as paths in a tree, in which what several of them begin with is there once.
+    """Sequences as paths in a tree, in which what several of them begin with is there once."""
 
-    Attributes:
-        segments: the tree. A parent comes before what continues it.
-        last: for each sequence the segment that its last token is in. Tokens of that segment behind it are of others.
-    """
-
-    segments: list[Segment]
+    segments: list[Segment]  # a parent comes before what continues it
+    # For each sequence the segment that its last token is in. Tokens of that segment behind it are of others.
     last: list[int]
 
     @property
     def shared(self) -> bool:
-        """Whether any sequences have a segment in common."""
+        # Sequences that are equal have one segment for their last tokens.
         return len(self.segments) < len(self.last) or any(each.parent >= 0 for each in self.segments)
 
     @cached_property
     def tree(self) -> Tree:
-        """The tree of the packed row that holds the segments in their order, on the host."""
         lengths = [each.stop - each.start for each in self.segments]
         return Tree(lengths, [each.parent for each in self.segments], torch.device("cpu"))
 
     def places(self, lengths: Sequence[int]) -> torch.Tensor:
-        """Where the sequences' tokens are in that row, one sequence after the other, int64 ``[tokens]``."""
+        # The result is int64 [tokens]: where the tokens are in the row of ``tree``, one sequence after the other.
         token = torch.arange(sum(self.tree.lengths))
         return torch.cat([self.tree.along(token, end)[:length] for end, length in zip(self.last, lengths)])
 
 
 def prefix_tree(
-    lengths: Sequence[int], neighbours: Iterable[tuple[int, int]], order: Iterable[int], least: int = 1
+    lengths: Sequence[int],  # each is at least 1
+    # Sequences that begin alike stand side by side, each with the number of first tokens that it shares with the one
+    # before it: 0 for the first.
+    neighbours: Iterable[tuple[int, int]],
+    # The last segments of the sequences are in this order. What they share stands in front of the first of them.
+    order: Iterable[int],
+    # A shared segment must save so many tokens. Otherwise each segment that continues it has its tokens.
+    least: int = 1,
 ) -> Prefixes:
-    """Divide sequences into segments, so that what several of them begin with is one segment.
-
-    A sequence that is the beginning of another ends inside the other's path. Sequences that are equal have one path.
-
-    Args:
-        lengths: the sequences' lengths in tokens, at least 1.
-        neighbours: the sequences in an order in which those that begin alike stand side by side, each with the number
-            of first tokens that it shares with the one before it: 0 for the first.
-        order: the sequences in the order of their last segments. What they share stands in front of the first of them.
-        least: the number of tokens, at least 1, that a shared segment must save. Otherwise each segment that continues
-            it has its tokens.
-    """
+    """Divide sequences into segments, so that what several of them begin with is one segment."""
+    # A sequence that is the beginning of another ends inside the other's path. Sequences that are equal have one path.
     nodes, last = _nodes(lengths, neighbours)
     left_out = _leave_out(nodes, least)
     segments: list[Segment] = []
@@ -101,7 +86,7 @@ class _Nodes(NamedTuple):
 
 
 def _nodes(lengths: Sequence[int], neighbours: Iterable[tuple[int, int]]) -> tuple[_Nodes, list[int]]:
-    """Divide sequences where they part or end. Returns the nodes, and for each sequence the one that it ends in."""
+    # Sequences are divided where they part or end. The list holds for each sequence the node that it ends in.
     nodes, last = _Nodes([0], [-1], [-1]), [0] * len(lengths)
     path = [0]  # the nodes that hold the sequence before
 
@@ -125,17 +110,14 @@ def _nodes(lengths: Sequence[int], neighbours: Iterable[tuple[int, int]]) -> tup
 
 
 def _leave_out(nodes: _Nodes, least: int) -> dict[int, int]:
-    """Let what continues a node that saves fewer tokens than ``least`` continue the node above it.
-
-    Returned is each node that is left out, and the first one that continued it.
-    """
+    """Let what continues a node that saves fewer tokens than ``least`` continue the node above it."""
     ends, parents = nodes.ends, nodes.parents
     branches, first = [0] * len(ends), [0] * len(ends)
     for node in reversed(range(1, len(ends))):
         branches[parents[node]] += 1
         first[parents[node]] = node
     by_end = sorted(range(1, len(ends)), key=ends.__getitem__)
-    left_out = {}
+    left_out = {}  # each node that is left out, and the first one that continued it
     for node in reversed(by_end):
         above = parents[node]
         if branches[node] and (branches[node] - 1) * (ends[node] - ends[above]) < least:

@@ -18,45 +18,29 @@ if TYPE_CHECKING:
 
 
 class Spans(NamedTuple):
-    """The spans of a batch, on the host, and the queries and keys of a second call of a kernel.
+    """The spans of a batch, on the host, and the queries and keys of a second call of a kernel."""
 
-    Attributes:
-        tokens: int64 ``[queries]``, the tokens of all spans.
-        keys: int64 ``[keys]``, for each span the tokens of its document up to the span's last token, end to end.
-        counts, key_counts: each span's number of queries and of keys.
-    """
-
-    tokens: NDArray[np.int64]
+    tokens: NDArray[np.int64]  # [queries]: the tokens of all spans
+    # [keys]: for each span the tokens of its document up to the span's last token, end to end
     keys: NDArray[np.int64]
-    counts: tuple[int, ...]
+    counts: tuple[int, ...]  # each span's number of queries
     key_counts: tuple[int, ...]
 
     @property
     def longest(self) -> int:
-        """The length of the longest span, in tokens; 0 if there are none."""
         return max(self.counts, default=0)
 
 
 def last_seen(
-    blocks: torch.Tensor, cu_seqlens: torch.Tensor, shape: tuple[int, int], real: torch.Tensor | None, prefixes: bool
+    blocks: torch.Tensor,  # numbers [batch or 1, length]; negative for tokens in no block
+    cu_seqlens: torch.Tensor,
+    shape: tuple[int, int],
+    real: torch.Tensor | None,  # [batch, length]: 0 for padding
+    prefixes: bool,  # all tokens of a document see a block, so that it must begin the document
 ) -> torch.Tensor:
-    """For each token the last token that it sees, from the numbers of blocks. Nothing is read from a device.
-
-    Two tokens that stand side by side in one document, with the same number of 0 or more, are in one span. Padding is
-    in no span.
-
-    Args:
-        blocks: integers ``[batch or 1, length]``; negative for tokens in no block.
-        cu_seqlens: the boundaries of the documents, int32 ``[documents + 1]``.
-        real: ``[batch, length]``, 0 for padding; None if there is none.
-        prefixes: whether all tokens of a document see a block, so that it must begin the document.
-
-    Returns:
-        int32 ``[tokens]``, indices in the rows laid end to end.
-
-    Raises:
-        PackingNotIsolated: the blocks of a document are no spans.
-    """
+    """For each token the last token that it sees, int32 ``[tokens]``, as indices in the rows laid end to end."""
+    # Nothing is read from a device. Neighbours in one document with the same number, 0 or more, are in one span.
+    # Padding is in no span.
     cu = cu_seqlens.long()
     numbers = blocks.to(cu.device, torch.int64).expand(shape).flatten()
     if real is not None:
@@ -87,7 +71,7 @@ def last_seen(
 
 
 def on_the_host(until: NDArray[np.int32], cu_seqlens: NDArray[np.int32]) -> Spans:
-    """The spans that :func:`last_seen` found in documents with these boundaries."""
+    # ``until`` is what last_seen has found.
     token = np.arange(len(until))
     starts = token[(until > token) & np.concatenate([[True], until[1:] != until[:-1]])]
     ends = until[starts] + 1

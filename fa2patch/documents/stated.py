@@ -1,14 +1,8 @@
 """Boundaries that the caller states, under Transformers' names or another framework's, without a read from the device.
 
-A CPU is read: there a mismatch of values raises at once.
-
-Lengths may start a document where ``position_ids`` go on, because they say more than the ids, and need not start one
-where the ids jump upwards. They must start one where the ids restart: where an id is not above its left neighbour.
-``segment_parents`` need lengths, because ids that go on from a parent look like any other ids.
-
-``**kwargs`` of Transformers swallow what other frameworks hand over under names of their own. A statement under a known
-name becomes one of Transformers' keywords. Anything else that looks like boundaries and that nobody reads is an error
-in training, and a warning otherwise.
+Lengths say more than ``position_ids``: a document may start where ids go on, and must start where they restart.
+``**kwargs`` of Transformers swallow what other frameworks hand over under names of their own, so known names are
+translated. What else looks like boundaries and is read by nobody is an error in training, and a warning otherwise.
 """
 
 from __future__ import annotations
@@ -45,37 +39,18 @@ from .tensors import (
 
 
 def from_cu_seqlens(
-    cu_seqlens: torch.Tensor,
-    max_seqlen: int | torch.Tensor | None,
-    shape: tuple[int, int],
+    cu_seqlens: torch.Tensor,  # integers [documents + 1] or [1, documents + 1]: 0, ..., batch * length
+    max_seqlen: int | torch.Tensor | None,  # an upper bound will do; computed from ``cu_seqlens`` if None
+    shape: tuple[int, int],  # (batch, length)
     *,
     cu_seqlens_k: torch.Tensor | None = None,
-    position_ids: torch.Tensor | None = None,
-    attention_mask: torch.Tensor | None = None,
-    parents: torch.Tensor | None = None,
+    position_ids: torch.Tensor | None = None,  # may restart only where a document starts
+    attention_mask: torch.Tensor | None = None,  # zeros only at the end of a document, or over a whole document
+    parents: torch.Tensor | None = None,  # for each segment an earlier one of the same row that it continues, or -1
 ) -> Boundaries:
-    """Check boundaries that the caller passes, without a read from the device if ``max_seqlen`` is an int.
-
-    On a CPU a mismatch of values raises at once. On other devices, and in a compiled graph on every device, it becomes
-    a device-side assertion, which needs no synchronisation.
-
-    Args:
-        cu_seqlens: integers ``[documents + 1]`` (or ``[1, documents + 1]``): 0, ..., ``batch * length``.
-        max_seqlen: length of the longest document in tokens, or an upper bound; computed from ``cu_seqlens`` if None.
-        shape: ``(batch, length)``.
-        cu_seqlens_k: the same for keys; must equal ``cu_seqlens``.
-        position_ids: may restart only where a document starts; ids of masked tokens are ignored.
-        attention_mask: ``[batch, length]``; zeros only at the end of a document, or over a whole document.
-        parents: integers ``[segments]``: the number of the segment that each segment of ``cu_seqlens`` continues, which
-            comes before it in the same row, or -1. ``position_ids`` then go on from the parent's last one, and the mask
-            may only hold ones.
-
-    Raises:
-        BadCuSeqlens: ``cu_seqlens`` or ``max_seqlen`` have a wrong type, or do not fit the batch.
-        BadParents: ``parents`` are no tree of the segments, or ``position_ids`` do not go on from them.
-        BoundaryConflict: ``cu_seqlens_k``, ``position_ids`` or ``attention_mask`` contradict ``cu_seqlens``.
-        BadPositionIds: ``position_ids`` have a wrong dtype or shape.
-    """
+    """Check boundaries that the caller passes, without a read from the device if ``max_seqlen`` is an int."""
+    # On a CPU a mismatch of values raises at once. On other devices, and in a compiled graph on every device, it
+    # becomes a device-side assertion, which needs no synchronisation.
     check_cu_seqlens(cu_seqlens)
     if cu_seqlens_k is cu_seqlens:
         cu_seqlens_k = None
@@ -125,11 +100,8 @@ _IDS = (
 def _in_one_launch(
     cu: torch.Tensor, keys: torch.Tensor | None, shape: tuple[int, int], ids: torch.Tensor | None, longest: int | None
 ) -> bool:
-    """Assert by one kernel what :func:`_ends`, :func:`_same` and :func:`_agreement` look at by fifteen operators.
-
-    Returns:
-        Whether there is such a kernel for this device and these arguments.
-    """
+    """Assert everything by one kernel, if there is one for this device and these arguments, and return whether."""
+    # _ends, _same and _agreement look at the same by fifteen operators.
     if compiling() or transforming() or type(cu) is not torch.Tensor:
         return False
     if cu.device.index != torch.cuda.current_device():  # where Triton launches
@@ -155,7 +127,6 @@ def _in_one_launch(
 
 @functools.cache
 def _kernel() -> Any:
-    """The module of the kernel; None where Triton cannot be imported."""
     try:
         from . import one_launch
     except ImportError:
@@ -164,7 +135,7 @@ def _kernel() -> Any:
 
 
 def _lengths_of(cu: torch.Tensor, tokens: int) -> tuple[int, ...]:
-    """The lengths between boundaries on a CPU. The error shows the numbers; :func:`_ends` would say what is wrong."""
+    # The error shows the numbers that were found, which those of _ends cannot.
     ends = tensors.read(cu).astype(np.int64)  # unsigned ones have no lengths below 0
     lengths, found = ends[1:] - ends[:-1], ends.tolist()
     if found[0] != 0 or found[-1] != tokens or (lengths < 0).any():
@@ -177,7 +148,7 @@ def _lengths_of(cu: torch.Tensor, tokens: int) -> tuple[int, ...]:
 
 
 def _ends(cu: torch.Tensor, tokens: int, max_seqlen: int | None, lengths: tuple[int, ...] | None) -> list[Check]:
-    """What must hold of the ends; of the longest length only, if the host knows lengths (:func:`_lengths_of`)."""
+    # If the host knows the lengths, _lengths_of has checked the ends, and only the longest length is left to check.
     checks = []
     longest: Any
     if lengths is not None:
@@ -202,10 +173,7 @@ def _agreement(
     attention_mask: torch.Tensor | None,
     on_host: bool,
 ) -> list[Check]:
-    """What must hold of the ids and the mask of documents that begin at ``cu``.
-
-    On the host and without a mask, NumPy compares them: a dozen operators of torch would take five times as long.
-    """
+    # NumPy compares where it can: a dozen operators of torch would take five times as long.
     tokens, by_numpy = shape[0] * shape[1], on_host and attention_mask is None
     starts: Any
     if by_numpy:
@@ -247,13 +215,14 @@ def _mask_agrees(starts: torch.Tensor, numbers: torch.Tensor) -> list[Check]:
 
 
 def _ids_agree(starts: Any, mask: torch.Tensor | None, axes: Any) -> Check:
-    """Starts ``[batch, length]`` and ids ``[axes, batch or 1, length]``, or ``[1, length]``: arrays or tensors."""
+    # Starts are [batch, length], and ids [axes, batch or 1, length] or [1, length]: arrays or tensors. Ids may jump
+    # upwards inside a document.
     own, left = axes[..., 1:], axes[..., :-1]
     falls = own[0] <= left[0]
     if axes.shape[0] == 3:
         falls = restarts(own, left) | ((own <= left).any(0) & ~goes_on(own, left))
     if mask is not None:
-        falls = falls & (mask[:, 1:] != 0)
+        falls = falls & (mask[:, 1:] != 0)  # ids of masked tokens are ignored
     return Check(
         (falls <= starts[:, 1:]).all(),  # a <= b of bools: a implies b, in one operator
         BoundaryConflict,
@@ -268,7 +237,7 @@ def _require_tree(
     position_ids: torch.Tensor | None,
     attention_mask: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Require that parents describe a tree of the segments of ``cu``, and return them as int32 on its device."""
+    # Parents need lengths, because ids that go on from a parent look like any other ids.
     given = _earlier(cu, parents)
     starts, ends = cu[:-1].long(), cu[1:].long()
     has, parent = given >= 0, given.clamp(min=0)
@@ -292,7 +261,6 @@ def _require_tree(
 
 
 def _earlier(cu: torch.Tensor, parents: torch.Tensor) -> torch.Tensor:
-    """The parents as int64 on the device of ``cu``. Each must be -1, or the number of an earlier segment."""
     segments = cu.shape[0] - 1
     if not is_integers(parents) or parents.dim() == 0 or parents.numel() != segments:
         raise BadParents(
@@ -313,7 +281,7 @@ def _earlier(cu: torch.Tensor, parents: torch.Tensor) -> torch.Tensor:
 def _require_ids_go_on(
     ids: torch.Tensor, has: torch.Tensor, starts: torch.Tensor, ends: torch.Tensor, parent: torch.Tensor
 ) -> None:
-    """Require that the first of ids ``[axes, tokens]`` in each segment with a parent goes on from the parent's last."""
+    # The ids are [axes, tokens]. A segment without tokens may begin behind the last one.
     last = ids.shape[1] - 1
     first, before = ids[:, starts.clamp(max=last)], ids[:, (ends[parent] - 1).clamp(min=0)]
     continues = first[0] == before[0] + 1
@@ -329,10 +297,8 @@ def _require_ids_go_on(
 
 
 def require_no_first_labels(rows: torch.Tensor, at: torch.Tensor, parents: torch.Tensor) -> None:
-    """Require -100 at the first token ``at`` of each segment with a parent.
-
-    ``rows`` are labels ``[tokens + 1, ...]``; the last entry is of a segment without tokens behind the row.
-    """
+    # The rows are labels [tokens + 1, ...], whose last entry is of a segment without tokens behind the row. ``at`` is
+    # the first token of each segment.
     ignored = (rows.flatten(1) == IGNORED_LABEL).all(1)[at] | (parents.to(at.device) < 0)
     require(
         ignored.all(),
@@ -343,6 +309,7 @@ def require_no_first_labels(rows: torch.Tensor, at: torch.Tensor, parents: torch
     )
 
 
+# Names of other frameworks (Megatron, NeMo, torchtitan, vLLM's kernels), and Transformers' keyword for the same.
 _SAME = {
     **dict.fromkeys(("cu_seqlens", "cu_seq_lens", "cu_seqlens_q", "cumulative_seqlens_q"), "cu_seq_lens_q"),
     **dict.fromkeys(("cu_seqlens_k", "cu_seqlens_kv", "cumulative_seqlens_k"), "cu_seq_lens_k"),
@@ -350,23 +317,19 @@ _SAME = {
     **dict.fromkeys(("max_seqlen_k", "max_seqlen_kv"), "max_length_k"),
     **dict.fromkeys(("document_ids", "doc_ids", "sequence_ids"), "seq_idx"),
 }
-"""Names of other frameworks (Megatron, NeMo, torchtitan, vLLM's kernels), and Transformers' keyword for the same."""
 
+# Names of the documents' lengths in prime-rl, NeMo RL and Unsloth.
 _LENGTHS = ("seq_lens", "seq_lengths", "seqlens", "packed_seq_lengths")
-"""Names of the documents' lengths: prime-rl, NeMo RL, Unsloth."""
 
 _OURS = {*LABELS, *LENGTHS, *MEDIA, LOSS_LABELS, LOSS_WEIGHTS}
 
 
 def translated(call: Call, taken: Container[str], shape: tuple[int, int]) -> Call:
-    """Return the arguments of a call with the statements of other frameworks under Transformers' names.
-
-    A name that the model's forward has ``taken`` keeps its meaning. Lengths of padded rows, one for each row, are left
-    as they are, because the mask says the same.
-    """
+    """The arguments of a call, with the statements of other frameworks under Transformers' names."""
     found: Call = {}
     read_from: set[str] = set()
     for name, given in call.items():
+        # A name that the model's forward takes keeps its meaning.
         if given is None or name in taken or name in LENGTHS:
             continue
         for key, value in _statements(name, given, shape):
@@ -378,7 +341,6 @@ def translated(call: Call, taken: Container[str], shape: tuple[int, int]) -> Cal
 
 
 def _statements(name: str, given: Any, shape: tuple[int, int]) -> Iterator[tuple[str, Any]]:
-    """What an argument, or the fields of one such as NeMo's ``flash_attn_kwargs``, say by Transformers' keywords."""
     if name in _SAME:
         yield _SAME[name], _as_tensor(given) if _SAME[name] == "seq_idx" else given
     elif name in _LENGTHS:
@@ -388,6 +350,7 @@ def _statements(name: str, given: Any, shape: tuple[int, int]) -> Iterator[tuple
         if lengths.dim() != 1 or len(lengths) != shape[0]:  # else each row's length, which its mask says too
             yield "cu_seq_lens_q", torch.nn.functional.pad(lengths.flatten().cumsum(0, dtype=torch.int32), (1, 0))
     elif not isinstance(given, (torch.Tensor, str, bool, int, float, list, tuple, torch.nn.Module)):
+        # An object with fields, such as NeMo's ``flash_attn_kwargs``, may state several.
         fields = {key: value for key, value in _fields(given).items() if value is not None}
         if any(key in _SAME or key in LENGTHS for key in fields):
             for key, value in fields.items():
@@ -402,11 +365,7 @@ def _fields(given: Any) -> Mapping[str, Any]:
 
 
 def refuse_unread(call: Call, taken: Container[str], shape: tuple[int, int], training: bool) -> None:
-    """Notice boundaries in a dense batch that nobody has read.
-
-    On a CPU the values of integers are looked at. On other devices, and in a compiled graph, an error in training is a
-    device-side assertion, and nothing is read. Outside training it is a warning.
-    """
+    """Notice boundaries in a dense batch that nobody has read."""
     for name, given in call.items():
         if given is None or name in taken or name in _OURS:
             continue
@@ -426,6 +385,7 @@ def _notice(name: str, says: torch.Tensor | None, training: bool) -> None:
         "computed as one document in each row. Pass position_ids that restart, cu_seq_lens_q or seq_idx, or leave "
         f"{name} out."
     )
+    # On other devices than a CPU, and in a compiled graph, nothing is read: an error is an assertion on the device.
     if training:
         tensors.require(~says, BoundaryConflict, message.replace("{", "{{").replace("}", "}}"))
     elif says.device.type == "cpu" and not compiling() and bool(tensors.read(says)):
@@ -433,7 +393,7 @@ def _notice(name: str, says: torch.Tensor | None, training: bool) -> None:
 
 
 def _says_documents(value: Any, shape: tuple[int, int]) -> torch.Tensor | None:
-    """Whether integers look like more documents than rows, a bool tensor without dimensions; None by their shape."""
+    """Whether integers look like more documents than rows; None if their type or shape says that they do not."""
     if not is_integers(value) or value.device.type == "meta":
         return None
     tokens = shape[0] * shape[1]
@@ -453,7 +413,6 @@ def _says_documents(value: Any, shape: tuple[int, int]) -> torch.Tensor | None:
 
 
 def _as_tensor(value: Any) -> Any:
-    """Lists and arrays of integers as a tensor; anything else as it is."""
     if isinstance(value, np.ndarray):
         return torch.from_numpy(value) if value.dtype.kind in "iu" else value
     if isinstance(value, (list, tuple)) and value and all(type(each) is int for each in value):

@@ -18,11 +18,7 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def read(tensor: torch.Tensor) -> NDArray[Any]:
-    """The tensor's values on the host. Every read of boundaries from the device goes through this function.
-
-    Raises:
-        PackingNotIsolated: the tensor has no values, or several, because it stands for those of other batches.
-    """
+    # Every read of boundaries from the device goes through this function.
     try:
         return tensor.detach().cpu().numpy()
     except Exception as error:
@@ -38,23 +34,21 @@ def read(tensor: torch.Tensor) -> NDArray[Any]:
 
 
 def largest(numbers: torch.Tensor) -> int:
-    """The largest of some integers. This reads from the device once."""
     return int(read(numbers).max())
 
 
-LONGEST = 254
-"""The characters that the message of an assertion on a CUDA device may have: torch raises an error for more."""
+LONGEST = 254  # characters: torch raises an error for a longer message of an assertion on a CUDA device
 
 CUT = "... The same batch on a CPU says all."
 
 
 def assert_async(held: torch.Tensor, message: str) -> None:
-    """Assert on the device, without a synchronisation. The message has at most :data:`LONGEST` characters."""
+    # This does not synchronise. The message has at most LONGEST characters.
     torch.ops.aten._assert_async.msg(held, message)
 
 
 def fitting(messages: Iterable[str]) -> str:
-    """Return the text of one assertion for several messages: all of them, or what fits of their first sentences."""
+    """The text of one assertion for several messages: all of them, or what fits of their first sentences."""
     different = list(dict.fromkeys(messages))
     whole = " Or: ".join(different)
     if len(whole) <= LONGEST:
@@ -64,47 +58,38 @@ def fitting(messages: Iterable[str]) -> str:
 
 
 class Check(NamedTuple):
-    """What must be True, and the error with ``{}`` in the place of each number.
+    """What must be True, and the error with ``{}`` in the place of each number."""
 
-    ``held`` is a bool tensor without dimensions. What was compared on the host is a bool.
-    """
-
-    held: Any
+    held: Any  # a bool tensor without dimensions; a bool if it was compared on the host
     error: type[Exception]
     message: str
     numbers: tuple[int, ...] = ()
 
 
 def require(held: torch.Tensor, error: type[Exception], message: str, *numbers: int) -> None:
-    """Make one :class:`Check`."""
     require_all([Check(held, error, message, numbers)])
 
 
 def require_all(checks: list[Check]) -> None:
-    """Raise the error of the first condition that does not hold, on a CPU.
-
-    On other devices, and in a compiled graph on every device, all conditions are one assertion, because each assertion
-    is a launch. Its text names all conditions.
-    """
     if compiling():  # a number in the message would become a constant of the graph
         texts = [check.message.format(*["(given)"] * len(check.numbers)) for check in checks]
     elif isinstance(checks[0].held, torch.Tensor) and checks[0].held.device.type != "cpu":
         texts = [check.message.format(*check.numbers) for check in checks]
     else:
         return require_here(checks)
+    # All conditions are one assertion, because each assertion is a launch.
     held = [check.held for check in checks]
     assert_async(torch.stack(held).all() if len(held) > 1 else held[0], fitting(texts))
 
 
 def require_here(checks: list[Check]) -> None:
-    """Raise the error of the first condition that does not hold, of tensors on a CPU that can be read."""
+    # Tensors among the conditions are on a CPU, and no graph is being captured.
     for check in checks:
         if not (read(check.held) if isinstance(check.held, torch.Tensor) else check.held):
             raise check.error(check.message.format(*check.numbers))
 
 
 def check_position_ids(position_ids: Any, shape: tuple[int, int] | None = None) -> None:
-    """Raise :class:`BadPositionIds` unless these are integer ids that fit ``shape``, which is ``(batch, length)``."""
     if not isinstance(position_ids, torch.Tensor):
         raise BadPositionIds(
             f"position_ids: expected an integer tensor, found {type(position_ids).__name__}. "
@@ -128,14 +113,12 @@ def check_position_ids(position_ids: Any, shape: tuple[int, int] | None = None) 
 
 
 def check_cu_seqlens(cu_seqlens: Any) -> None:
-    """Raise :class:`BadCuSeqlens` unless this is a dense integer tensor with at least two elements."""
     if is_integers(cu_seqlens) and cu_seqlens.numel() > 1:
         return
     raise BadCuSeqlens(f"cu_seq_lens: expected an integer tensor [documents + 1], found {described(cu_seqlens)}.")
 
 
 def check_max_seqlen(max_seqlen: Any) -> None:
-    """Raise :class:`BadCuSeqlens` unless this is an int below 2**31, an integer tensor with values, or None."""
     if isinstance(max_seqlen, torch.Tensor):
         if _is_dense(max_seqlen) and max_seqlen.dtype in _INTEGERS and max_seqlen.numel():
             return check_readable("max_length", max_seqlen, BadCuSeqlens)
@@ -146,7 +129,6 @@ def check_max_seqlen(max_seqlen: Any) -> None:
 
 
 def check_seq_idx(seq_idx: Any, shape: tuple[int, int]) -> None:
-    """Raise :class:`BadCuSeqlens` unless these are integers with values that fit ``shape``, ``(batch, length)``."""
     if not _is_dense(seq_idx) or seq_idx.dtype not in (*_INTEGERS, torch.bool):
         raise BadCuSeqlens(f"seq_idx: expected an integer tensor [batch, length], found {described(seq_idx)}.")
     if tuple(seq_idx.shape) not in (shape, (1, shape[1]), shape[1:]):
@@ -155,7 +137,6 @@ def check_seq_idx(seq_idx: Any, shape: tuple[int, int]) -> None:
 
 
 def check_mask(attention_mask: torch.Tensor, shape: tuple[int, int]) -> None:
-    """Raise :class:`BoundaryConflict` unless these are real numbers of ``shape``, ``(batch, length)``."""
     if not _is_dense(attention_mask) or attention_mask.is_complex():
         raise BoundaryConflict(f"attention_mask: expected a tensor of numbers, found {described(attention_mask)}.")
     if tuple(attention_mask.shape) != shape:
@@ -165,13 +146,11 @@ def check_mask(attention_mask: torch.Tensor, shape: tuple[int, int]) -> None:
 
 
 def check_readable(name: str, tensor: torch.Tensor, error: type[Exception]) -> None:
-    """Raise ``error`` for a tensor on the meta device."""
     if tensor.device.type == "meta":
         raise error(f"{name}: expected a tensor with values, found one on the meta device.")
 
 
 def is_integers(value: Any) -> bool:
-    """Whether a value is a dense tensor of integers."""
     tensor = isinstance(value, torch.Tensor)  # _is_dense, without its call: each forward asks twice
     return tensor and value.dtype in _INTEGERS and value.layout == torch.strided and not value.is_nested
 
@@ -181,7 +160,6 @@ def _is_dense(value: Any) -> bool:
 
 
 def described(value: Any) -> str:
-    """The dtype and shape of a tensor, or the type of another object, for an error."""
     if not isinstance(value, torch.Tensor):
         return type(value).__name__
     if value.is_nested:

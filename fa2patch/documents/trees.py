@@ -19,42 +19,29 @@ from . import tensors
 
 
 class Level(NamedTuple):
-    """The queries that see all keys of the parents at one depth of a tree.
+    """The queries that see all keys of the parents at one depth of a tree."""
 
-    Attributes:
-        tokens: the tokens of the descendants of each parent, one parent after the other, int64 ``[queries]``; a slice
-            if they follow each other. A token occurs once.
-        cu_seqlens: int32 ``[segments + 1]``, the ends of each segment's queries in ``tokens``. Segments that are no
-            parents of this depth have none.
-        max_seqlen: the largest number of queries of a segment.
-        counts: the segments' numbers of queries.
-    """
-
+    # int64 [queries]: the tokens of the descendants of each parent, one parent after the other; a slice if they follow
+    # each other. A token occurs once.
     tokens: torch.Tensor | slice
+    # int32 [segments + 1]: the ends of each segment's queries in ``tokens``. Segments that are no parents of this depth
+    # have none.
     cu_seqlens: torch.Tensor
-    max_seqlen: int
-    counts: tuple[int, ...]
+    max_seqlen: int  # the largest number of queries of a segment
+    counts: tuple[int, ...]  # each segment's number of queries
 
 
 class Tree:
-    """The segments of a batch and what each continues, on the host. They are numbered in the order of the batch.
-
-    Args:
-        lengths: the segments' lengths in tokens.
-        parents: for each segment the number of its parent, which comes before it, or -1.
-        device: the device of the tensors.
-
-    Attributes:
-        offsets: for each segment the number of its ancestors' tokens.
-        leaves: the segments that are nobody's parent and have tokens, in order.
-    """
+    """The segments of a batch and what each continues, on the host, numbered in the order of the batch."""
 
     def __init__(self, lengths: Sequence[int], parents: Sequence[int], device: torch.device) -> None:
+        # A parent is the number of an earlier segment, or -1.
         self.lengths, self.parents, self.device = tuple(lengths), tuple(parents), device
         ends = [0, *accumulate(lengths)]
+        # A segment's first token and the token behind its last, in the rows laid end to end.
         self._spans = list(zip(ends, ends[1:]))
-        self.offsets: list[int] = []
-        self._paths: list[tuple[int, ...]] = []
+        self.offsets: list[int] = []  # the number of each segment's ancestors' tokens
+        self._paths: list[tuple[int, ...]] = []  # each segment's ancestors, the root first, and itself
         for segment, parent in enumerate(parents):
             self.offsets.append(0 if parent < 0 else self.offsets[parent] + lengths[parent])
             self._paths.append((segment,) if parent < 0 else (*self._paths[parent], segment))
@@ -62,21 +49,19 @@ class Tree:
         self.leaves = [s for s in range(len(lengths)) if lengths[s] and s not in continued]
 
     def path(self, segment: int) -> tuple[int, ...]:
-        """The segment's ancestors, the root first, and the segment itself."""
         return self._paths[segment]
 
     def span(self, segment: int) -> tuple[int, int]:
-        """A segment's first token and the token behind its last, in the rows laid end to end."""
         return self._spans[segment]
 
     def along(self, states: torch.Tensor, segment: int, dim: int = 0) -> torch.Tensor:
-        """The part of a tensor with the batch's tokens at ``dim`` that belongs to a segment's path, root first."""
+        # ``states`` have the batch's tokens at ``dim``, and the result has those of the segment's path, the root first.
         pieces = [states.narrow(dim, start, stop - start) for start, stop in map(self.span, self.path(segment))]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
 
     @cached_property
     def levels(self) -> list[Level]:
-        """What each depth's parents are seen by. The first one is of the roots."""
+        # What the parents of each depth are seen by. The first depth is that of the roots.
         made = []
         for depth in range(max(map(len, self._paths)) - 1):
             below = [segment for segment, path in enumerate(self._paths) if len(path) > depth + 1]
@@ -89,7 +74,7 @@ class Tree:
 
     @cached_property
     def keys(self) -> tuple[torch.Tensor, torch.Tensor, int]:
-        """The tokens of every segment's path end to end, int64 ``[keys]``, the paths' ends, and the longest."""
+        # The tokens of every segment's path end to end, int64 [keys], the paths' ends, and the longest path's length.
         spans = [self.span(s) for path in self._paths for s in path]
         tokens = torch.cat([torch.arange(*span) for span in spans])
         counts = [offset + length for offset, length in zip(self.offsets, self.lengths)]
@@ -97,13 +82,13 @@ class Tree:
 
     @cached_property
     def positions(self) -> torch.Tensor:
-        """For each token the number of tokens before it on its path, int64 ``[tokens]``."""
+        # For each token the number of tokens before it on its path, int64 [tokens].
         counted = [torch.arange(offset, offset + length) for offset, length in zip(self.offsets, self.lengths)]
         return torch.cat(counted).to(self.device)
 
     @cached_property
     def continues(self) -> torch.Tensor:
-        """Whether a segment is another one or continues it, bool ``[segments, segments]``."""
+        # Whether a segment is another one or continues it, bool [segments, segments].
         made = torch.zeros(len(self.lengths), len(self.lengths), dtype=torch.bool)
         for segment, path in enumerate(self._paths):
             made[segment, list(path)] = True
@@ -158,11 +143,8 @@ operator_later(
 def paths(
     cu_seqlens: torch.Tensor, parents: torch.Tensor, tokens: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return ``Tree.keys`` without the longest length, and ``Tree.positions``. It reads from the device once.
-
-    The arguments are int32 ``[segments + 1]``, int32 ``[segments]`` and the number of tokens. Before torch 2.4 the
-    graph of a compiled model breaks here.
-    """
+    """``Tree.keys`` without the longest length, and ``Tree.positions``, by one read from the device."""
+    # Before torch 2.4 the graph of a compiled model breaks here.
     compute = torch.ops.fa2patch.paths.default if HAS_OPERATORS else _paths
     found: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = compute(cu_seqlens, parents, tokens)
     return found

@@ -140,14 +140,12 @@ def _check_number(name: str, number: object) -> None:
 
 
 def check_attention_cost(attention_cost: object) -> float:
-    """Return the option as a float, if it is finite and not negative."""
     if isinstance(attention_cost, (int, float)) and math.isfinite(attention_cost) and attention_cost >= 0:
         return float(attention_cost)
     raise PackingError(f"attention_cost: expected a number from 0 (tokens only), found {attention_cost!r}.")
 
 
 def capped(lengths: Ints, max_tokens: int, too_long: str) -> Ints:
-    """Return how much of a pass each example takes: its length, or all of the pass if it is longer and goes alone."""
     if too_long not in ("error", "alone"):
         raise PackingError(f"too_long: expected 'error' or 'alone', found {too_long!r}.")
     longer = np.flatnonzero(lengths > max_tokens)
@@ -157,25 +155,21 @@ def capped(lengths: Ints, max_tokens: int, too_long: str) -> Ints:
             f"{longer[0]} of {lengths[longer[0]]} tokens. Raise max_tokens, or choose too_long='alone', which gives "
             "each a pass of its own."
         )
+    # A longer example goes alone, and takes all of its pass.
     return np.minimum(lengths, max_tokens)
 
 
 @dataclass(frozen=True)
 class Dealt:
-    """Pass ``rank * passes + k`` of each example, the number of passes of a rank, and the order of a rank's batch."""
-
-    pass_of: Ints
-    passes: int
-    order: Ints
+    pass_of: Ints  # ``rank * passes + k`` for each example
+    passes: int  # of each rank
+    order: Ints  # of the examples in a rank's batch
 
 
 def dealt(sizes: Ints, costs: Floats, ranks: int, max_tokens: int, passes: int | None = None) -> Dealt:
-    """Deal examples that take ``sizes`` of a pass, and find the number of passes if it is not given.
-
-    :func:`_greedily` is tried first, with the fewest passes that hold all tokens. It may not fill passes to the last
-    token. Then there are as many passes as the rows of :func:`~.strategies.fewest_rows` need, if need be with these
-    rows. More than ``passes`` are returned if those are not enough.
-    """
+    # _greedily is tried first, with the fewest passes that hold all tokens. It may not fill passes to the last token.
+    # Then there are as many as the rows of fewest_rows need, if need be with these rows. More than ``passes`` are
+    # returned if those are not enough.
     by_cost = np.argsort(-costs, kind="stable")  # sizes are in descending order, too
     number = max(1, -(-int(sizes.sum()) // (ranks * max_tokens))) if passes is None else passes
     pass_of = _greedily(by_cost, sizes, costs, ranks, number, max_tokens)
@@ -196,12 +190,9 @@ def dealt(sizes: Ints, costs: Floats, ranks: int, max_tokens: int, passes: int |
 
 
 def _greedily(by_cost: Ints, sizes: Ints, costs: Floats, ranks: int, passes: int, max_tokens: int) -> Ints | None:
-    """Return the pass of each example, or None if an example does not fit any more.
-
-    The longest example comes first. It goes to the rank with the lowest cost so far that has space for it, and there
-    into the fullest pass that has space. What a rank does with an example depends on that rank's passes alone, so that
-    a rank makes the same passes of its examples if there is no other rank.
-    """
+    # The longest example comes first. It goes to the rank with the lowest cost so far that has space for it, and there
+    # into the fullest pass that has space. The passes of a rank depend on its own examples alone, so that the rank
+    # makes the same passes of them without the other ranks.
     spaces = [[(max_tokens, each) for each in range(passes)] for _ in range(ranks)]  # in ascending order
     cheapest = [(0.0, rank) for rank in range(ranks)]
     full: list[tuple[int, float, int]] = []  # ranks without space for this size, the one with the most space first
@@ -225,11 +216,8 @@ def _greedily(by_cost: Ints, sizes: Ints, costs: Floats, ranks: int, passes: int
 
 
 def _levelled(pass_of: Ints, sizes: Ints, costs: Floats, ranks: int, passes: int, max_tokens: int) -> Ints:
-    """Exchange examples between the costliest and the cheapest rank until the costliest is near the mean.
-
-    An example goes to the cheapest rank, and none or one comes back, such that both cost nearly the same. Ranks of a
-    few examples differ by some percent without it.
-    """
+    """Exchange examples between the costliest and the cheapest rank until the costliest is near the mean."""
+    # Ranks of a few examples differ by some percent without this.
     loads = np.bincount(pass_of // passes, costs, ranks)
     mean, batches = loads.mean(), None
     for _ in range(2 * ranks):
@@ -238,6 +226,7 @@ def _levelled(pass_of: Ints, sizes: Ints, costs: Floats, ranks: int, passes: int
             break
         batches = batches or _parted(np.arange(len(sizes)), pass_of // passes, ranks)
         more, less, excess = batches[high], batches[low], loads[high] - loads[low]
+        # An example goes to the cheapest rank, and none or one comes back, such that both cost nearly the same.
         saved = costs[more][:, None] - np.append(costs[less], 0)
         away, back = divmod(int(np.abs(saved - excess / 2).argmin()), len(less) + 1)
         if not 0 < saved[away, back] < excess:
@@ -254,21 +243,18 @@ def _levelled(pass_of: Ints, sizes: Ints, costs: Floats, ranks: int, passes: int
 
 
 def _cut(sizes: Ints, costs: Floats, passes: int, max_tokens: int) -> Ints | None:
-    """Return the pass of each example of one rank, or None if they do not fit."""
     if passes == 1:
         return np.zeros(len(sizes), np.int64) if int(sizes.sum()) <= max_tokens else None
     return _greedily(np.argsort(-costs, kind="stable"), sizes, costs, 1, passes, max_tokens)
 
 
 def _settled(pass_of: Ints, by_cost: Ints, costs: Floats, ranks: int, passes: int) -> Ints:
-    """Give every pass an example where a rank has enough of them, and number a rank's passes by cost, costliest first.
-
-    A pass without an example gets the shortest one of the rank's pass that holds the most.
-    """
+    """Give every pass an example where a rank has enough of them, and number a rank's passes, costliest first."""
     if passes == 1:
         return pass_of
     counts = np.bincount(pass_of, minlength=ranks * passes).reshape(ranks, passes)
     for rank, empty in np.argwhere(counts == 0).tolist():
+        # A pass without an example gets the shortest one of the rank's pass that holds the most.
         most = int(counts[rank].argmax())
         if counts[rank, most] > 1:
             last = by_cost[np.flatnonzero(pass_of[by_cost] == rank * passes + most)[-1]]
@@ -280,10 +266,8 @@ def _settled(pass_of: Ints, by_cost: Ints, costs: Floats, ranks: int, passes: in
 
 
 def _by_rows(rows: Ints, sizes: Ints, costs: Floats, ranks: int, passes: int, max_tokens: int) -> Dealt:
-    """Deal rows, costliest first: neighbours are the k-th passes, and the costliest goes to the rank with the least.
-
-    A rank may not find these rows again in its batch, so it cuts the batch in order, in which they follow each other.
-    """
+    # Rows come costliest first. Neighbours are the k-th passes of the ranks, and the costliest of them goes to the rank
+    # with the least so far.
     of_rows = np.bincount(rows, costs, ranks * passes).reshape(passes, ranks)
     load, new = np.zeros(ranks), np.empty((passes, ranks), np.int64)
     for number, alike in enumerate(of_rows):
@@ -292,23 +276,20 @@ def _by_rows(rows: Ints, sizes: Ints, costs: Floats, ranks: int, passes: int, ma
         load[cheapest] += alike
     pass_of = new.ravel()[rows]
     order = np.argsort(pass_of, kind="stable")
+    # A rank may not find these rows again in its batch, so it cuts the batch in order, in which they follow each other.
     for rank, batch in enumerate(_parted(order, pass_of // passes, ranks)):
         pass_of[batch] = dealt(sizes[batch], costs[batch], 1, max_tokens, passes).pass_of + rank * passes
     return Dealt(pass_of, passes, order)
 
 
 def _parted(order: Ints, part_of: Ints, parts: int) -> list[Ints]:
-    """Return the examples of each part in this order."""
     of_parts = order[np.argsort(part_of[order], kind="stable")]
     return np.split(of_parts, np.cumsum(np.bincount(part_of, minlength=parts))[:-1])
 
 
 def _least(costs: Floats, ranks: int) -> float:
-    """Return a bound: in every deal, a rank costs so much.
-
-    It is the mean. Of the j x ranks + 1 costliest examples, some rank has j + 1, which cost at least as much as the
-    j + 1 cheapest of them.
-    """
+    # Some rank costs at least the mean. Of the j * ranks + 1 costliest examples, some rank has j + 1, which cost at
+    # least as much as the j + 1 cheapest of them.
     until = np.append(0, np.cumsum(np.sort(costs)[::-1]))
     upto = np.arange(1, len(until), ranks)
     return float(max(until[-1] / ranks, (until[upto] - until[upto - 1 - np.arange(len(upto))]).max(initial=0)))

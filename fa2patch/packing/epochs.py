@@ -16,36 +16,29 @@ _NONE = np.empty(0, np.int64)
 
 @dataclass(frozen=True)
 class Epoch:
-    """The rows of an epoch. The row of rank r in step s has the number ``s * ranks + r``.
+    """The rows of an epoch. The row of rank r in step s has the number ``s * ranks + r``."""
 
-    Attributes:
-        indices: Examples of all rows, row after row.
-        offsets: Start of each row in ``indices``, and the end, ``[rows + 1]``.
-        repeated: Examples that are repeated in the last step, once for each repetition.
-        left_out: Examples that are in no row.
-        passes: Number of passes in which the rows of each step are computed, ``[steps]``.
-    """
-
-    indices: Ints
-    offsets: Ints
-    repeated: Ints
-    left_out: Ints
-    passes: Ints
+    indices: Ints  # examples of all rows, row after row
+    offsets: Ints  # [rows + 1]: start of each row in ``indices``, and the end
+    repeated: Ints  # examples in the last step, once for each repetition
+    left_out: Ints  # examples in no row
+    passes: Ints  # [steps]: in how many passes the rows of a step are computed
 
     def row(self, number: int) -> list[int]:
-        """Return the examples of one row."""
         found: list[int] = self.indices[self.offsets[number] : self.offsets[number + 1]].tolist()
         return found
 
 
 def of_plan(
-    plan: Plan, costs: Floats, ranks: int, window: int, seed: Sequence[int], drop_last: bool, ordered: bool
+    plan: Plan,
+    costs: Floats,  # of the examples
+    ranks: int,
+    window: int,  # the number of steps among which rows are exchanged
+    seed: Sequence[int],
+    drop_last: bool,  # otherwise the rows of an incomplete last step are divided among all ranks
+    ordered: bool,
 ) -> Epoch:
-    """Put the plan's rows into steps of similar costs or, if ``ordered``, keep them in their order.
-
-    If the last step is incomplete and not dropped, its rows are divided among all ranks. ``costs`` are the examples',
-    ``window`` is the number of steps among which rows are exchanged, and ``seed`` is the plan's.
-    """
+    """Put the plan's rows into steps of similar costs or, if ``ordered``, keep them in their order."""
     rng = np.random.default_rng([*seed, 1])  # not ``seed`` alone: the plan was drawn with it
     rows, rest, sizes = np.arange(len(plan)), len(plan) % ranks, np.diff(plan.offsets)
     if not ordered and drop_last:
@@ -72,26 +65,20 @@ def of_plan(
 
 
 def _divisible(sizes: Ints, rest: int, ranks: int) -> int:
-    """Return how many rows from the end to divide so that every rank gets a row in the last step.
-
-    The number is ``rest`` plus whole steps, or only ``rest`` if all rows together hold too few examples.
-    """
+    """How many rows from the end to divide so that every rank gets a row in the last step."""
     surplus = np.cumsum(sizes[::-1] - 1)
     enough = int(np.searchsorted(surplus, ranks - rest)) + 1
     if enough > len(sizes):
         return rest
+    # The last step may need whole steps before it, if its own rows hold too few examples.
     return rest + -(-max(enough - rest, 0) // ranks) * ranks
 
 
 def of_mini_batches(
     examples: Ints, each: int, seed: Sequence[int], drop_last: bool, sizes: Ints, costs: Floats, ranks: int, budget: int
 ) -> Epoch:
-    """Make steps of ``each`` examples in random order, and deal each step to the ranks (see :mod:`.dealing`).
-
-    The first four arguments say which examples a step holds, and the others only who computes them, and in how many
-    passes. An incomplete last step is kept unless ``drop_last``; examples are repeated in it if there are fewer than
-    ranks. ``sizes`` and ``costs`` are those of the whole dataset.
-    """
+    # The first four arguments say which examples a step holds, and the others only who computes them, and in how many
+    # passes. Sizes and costs are those of the whole dataset.
     rng = np.random.default_rng(seed)
     drawn = examples[rng.permutation(len(examples))]
     whole = len(drawn) // each * each
@@ -114,7 +101,6 @@ def of_mini_batches(
 
 
 def _taken(plan: Plan, rows: Ints) -> tuple[Ints, Ints]:
-    """Return the examples of these rows in their order, and the number of examples in each row."""
     counts = np.diff(plan.offsets)[rows]
     first = np.repeat(plan.offsets[rows] - (np.cumsum(counts) - counts), counts)
     return plan.indices[first + np.arange(len(first))], counts
@@ -125,11 +111,8 @@ def _offsets(counts: Ints) -> Ints:
 
 
 def _alike(costs: Floats, ranks: int, window: int, rng: np.random.Generator) -> Ints:
-    """Return row numbers ``[steps, ranks]`` such that the rows of a step have similar costs.
-
-    Rows are shuffled and divided into windows of ``window`` steps. Each window is sorted by cost, and neighbours share
-    a step. The order of all steps, and of the ranks in a step, is random. The rows must be a multiple of the ranks.
-    """
+    """Row numbers ``[steps, ranks]``, such that the rows of a step have similar costs."""
+    # The order is random otherwise. The number of rows must be a multiple of the ranks.
     drawn = rng.permutation(len(costs))
     among = [drawn[start : start + window * ranks] for start in range(0, len(drawn), window * ranks)]
     by_cost = [rows[np.argsort(costs[rows], kind="stable")] for rows in among]
@@ -138,7 +121,6 @@ def _alike(costs: Floats, ranks: int, window: int, rng: np.random.Generator) -> 
 
 
 def _shared_out(examples: Ints, plan: Plan, costs: Floats, ranks: int) -> list[Ints]:
-    """Return a row for each rank, balanced by cost; an empty list if there are too few examples or too many tokens."""
     found = dealt(plan.lengths[examples], costs[examples], ranks, plan.max_tokens)
     if len(examples) < ranks or found.passes > 1:
         return []
@@ -146,15 +128,12 @@ def _shared_out(examples: Ints, plan: Plan, costs: Floats, ranks: int) -> list[I
 
 
 def _spread(rows: Sequence[Ints], costs: Floats, into: int) -> list[Ints]:
-    """Divide rows into ``into`` rows, keeping the order, by repeatedly cutting the costliest divisible row in two.
-
-    There are fewer than ``into`` rows if there are fewer examples.
-    """
+    """Divide rows into ``into`` rows, keeping the order, by repeatedly cutting the costliest divisible row in two."""
     parts = list(rows)
     while len(parts) < into:
         divisible = [place for place, part in enumerate(parts) if len(part) > 1]
         if not divisible:
-            break
+            break  # there are fewer examples than that
         place = max(divisible, key=lambda at: float(costs[parts[at]].sum()))
         part = parts[place]
         until = np.cumsum(costs[part])

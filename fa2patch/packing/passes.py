@@ -31,26 +31,16 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Units:
-    """A batch as units that are never cut.
+    """A batch as units that are never cut."""
 
-    Attributes:
-        tokens: The tokens of each unit, int64 ``[units]``.
-        learned: The tokens of each unit that the loss of a causal model counts, int64 ``[units]``; None if the batch
-            has no ``labels`` with one number for each token.
-        take: Returns a batch of the same kind with some of the units, from their numbers in ascending order.
-        padded: Whether a pass is as wide as its longest unit, so that units of near lengths share a pass.
-        shapes: The shapes of what ``take`` returns.
-        most: The most units of a pass; None for any number.
-        padded_tokens: The tokens of the batch with its padding.
-    """
-
-    tokens: Ints
+    tokens: Ints  # int64 [units]
+    # int64 [units]: how many tokens the loss of a causal model counts. None if there is not a label for each token.
     learned: Ints | None
-    take: Callable[[Ints], Any]
-    padded: bool = False
-    shapes: StillShapes = PLAIN
-    most: int | None = None
-    padded_tokens: int = 0
+    take: Callable[[Ints], Any]  # makes a batch of the same kind from some units, in ascending order
+    padded: bool = False  # a pass is as wide as its longest unit, so that units of near lengths share one
+    shapes: StillShapes = PLAIN  # of what ``take`` makes
+    most: int | None = None  # the most units of a pass; None for any number
+    padded_tokens: int = 0  # of the batch with its padding
 
 
 class Passes(Sequence[Any]):
@@ -102,32 +92,23 @@ class Passes(Sequence[Any]):
 
 
 class Counts:
-    """What was computed in passes since the last log.
-
-    Attributes:
-        batches, passes, tokens: Numbers of batches, of their passes and of their tokens.
-        lengths: The tokens of the passes with the padding of still shapes.
-        padded_tokens: The tokens that the batches came with.
-        costs: The cost of each batch on this rank, tokens and attention.
-    """
+    """What was computed in passes since the last log."""
 
     def __init__(self) -> None:
+        # ``lengths`` are tokens of passes with the padding of still shapes, and ``padded_tokens`` those that batches
+        # came with.
         self.batches = self.passes = self.tokens = self.lengths = self.padded_tokens = 0
-        self.costs: list[float] = []
+        self.costs: list[float] = []  # of each batch on this rank: tokens and attention
 
     def add(self, units: Ints, passes: int, lengths: int, padded_tokens: int) -> None:
-        """Count a batch of units with so many tokens, int64 ``[units]``."""
+        # ``units`` are the tokens of each unit of a batch.
         self.batches, self.passes, self.tokens = self.batches + 1, self.passes + passes, self.tokens + int(units.sum())
         self.lengths, self.padded_tokens = self.lengths + lengths, self.padded_tokens + padded_tokens
         self.costs.append(float(example_costs(units).sum()))
 
     def logs(self, seconds: float, still: bool) -> dict[str, float]:
-        """Return what a trainer logs of so many seconds. All ranks call this together.
-
-        Args:
-            seconds: The time since the last log.
-            still: Whether passes have the padding of still shapes.
-        """
+        # All ranks must call this together. ``seconds`` are those since the last log, and ``still`` says whether passes
+        # have the padding of still shapes.
         found = {
             "passes_per_batch": round(self.passes / self.batches, 3),
             "tokens_per_second": round(self.tokens / seconds, 1),
@@ -207,7 +188,6 @@ def passes(
 
 
 def of_units(units: Units, max_tokens: int, too_long: str = "error", every_rank: bool = False) -> Passes:
-    """Return the passes of a batch whose units are known; see :func:`passes`."""
     try:
         tokens = capped(units.tokens, check_budget(max_tokens), too_long)
     except PackingError as error:
@@ -253,20 +233,12 @@ def _divided(found: Sequence[Ints], number: int) -> list[Ints]:
     return divided
 
 
-FAILED = -1
-"""The number of passes of a rank whose batch is refused."""
+FAILED = -1  # the number of passes of a rank that refuses its batch
 
 
 def agreed(number: int, why: str = "") -> int:
-    """Return the number of passes that every rank makes: as many as the one that needs most.
-
-    Args:
-        number: Those that this rank needs; 0 if it cannot cut its batch, :data:`FAILED` if it refuses it.
-        why: Why.
-
-    Raises:
-        PackingError: On every rank, if one needs several and another cannot cut its batch, or refuses it.
-    """
+    """The number of passes that every rank makes: as many as the one that needs most."""
+    # ``number`` is 0 if this rank cannot cut its batch, and FAILED if it refuses it. ``why`` says why.
     met = of_all_ranks((number, why))
     refused = next((why for each, why in met if each == FAILED), None)
     if refused is not None:
@@ -282,7 +254,6 @@ def agreed(number: int, why: str = "") -> int:
 
 
 def of_all_ranks(value: Any) -> list[Any]:
-    """Return the value of each rank of ``torch.distributed``, in their order; this one alone if there are no ranks."""
     if not (dist.is_available() and dist.is_initialized()):
         return [value]
     found: list[Any] = [None] * dist.get_world_size()
@@ -291,7 +262,6 @@ def of_all_ranks(value: Any) -> list[Any]:
 
 
 def _without_labels(batch: Any) -> Any:
-    """A batch, or a list of examples, without anything to learn."""
     if not isinstance(batch, Mapping):
         return [{**one, "labels": [IGNORED_LABEL] * token_count(one)} if hasattr(one, "keys") else one for one in batch]
     labels = {name: batch[name] for name in (*LABELS, LOSS_LABELS) if isinstance(batch.get(name), torch.Tensor)}
@@ -304,7 +274,6 @@ def _without_labels(batch: Any) -> Any:
 
 
 def units_of(batch: Any, shapes: StillShapes = PLAIN) -> Units:
-    """Return a batch as its units, in passes of these shapes; see :func:`passes`."""
     if not isinstance(batch, Mapping):
         return _of_examples(batch, shapes)
     ids = next((batch[name] for name in TOKENS if isinstance(batch.get(name), torch.Tensor)), None)
@@ -347,7 +316,7 @@ def _of_examples(batch: Any, shapes: StillShapes) -> Units:
 
 
 def _documents(batch: Mapping[str, Any], ids: torch.Tensor) -> list[int] | None:
-    """The lengths of the documents of a packed row, in tokens; None if it does not say that it is packed."""
+    """The lengths of the documents of a packed row; None if it does not say that it is packed."""
     shape = (1, ids.shape[1])
     said: dict[str, Any] = {name: batch.get(name) for name in ("position_ids", "attention_mask")}
     if batch.get(PARENTS) is not None:
@@ -362,13 +331,13 @@ def _documents(batch: Mapping[str, Any], ids: torch.Tensor) -> list[int] | None:
 
 
 def _of_row(batch: Mapping[str, Any], ids: torch.Tensor, lengths: list[int], shapes: StillShapes) -> Units:
-    """The documents of a packed row, without the padding of the collator's ``pad_to_multiple_of``."""
     sizes = np.array(lengths, np.int64)
     ends = np.cumsum(sizes)
     starts = ends - sizes
     real = batch.get(REAL)
     kept = np.flatnonzero(sizes)
     if real is not None:
+        # What ``pad_to_multiple_of`` of the collator has padded is left out.
         kept = kept[real.reshape(-1).cpu().numpy()[starts[kept]] != 0]
     learned = None
     labels = batch.get("labels")  # with weights, they count what the loss is a mean of
@@ -397,8 +366,7 @@ def _of_row(batch: Mapping[str, Any], ids: torch.Tensor, lengths: list[int], sha
     return Units(sizes[kept], learned, take, shapes=shapes, most=shapes.max_documents, padded_tokens=ids.shape[1])
 
 
-_OF_DOCUMENTS = -1
-"""Stands for the dimension of a value with one entry for each document."""
+_OF_DOCUMENTS = -1  # stands for the dimension of a value with one entry for each document
 
 
 def _place(name: str, value: Any, length: int, number: int) -> int | None:
@@ -425,7 +393,6 @@ def _row(
     documents: Ints,
     shapes: StillShapes,
 ) -> Any:
-    """A packed row with some documents of another one, and with the padding of its shape."""
     tokens = torch.from_numpy(np.concatenate([np.arange(starts[one], ends[one]) for one in documents]))
     row = {}
     for name, place in places.items():
@@ -441,7 +408,6 @@ def _row(
 
 
 def _with_media(batch: MediaRow, row: dict[str, Any], documents: Ints) -> MediaRow:
-    """A row with the pictures, films and sound of its documents."""
     parts = {}
     for name, (dim, sizes) in batch.parts.items():
         offsets = np.append(0, np.cumsum(sizes))
@@ -454,11 +420,11 @@ def _with_media(batch: MediaRow, row: dict[str, Any], documents: Ints) -> MediaR
 
 
 def _lengths(batch: Mapping[str, Any], lengths: list[int], shapes: StillShapes, device: torch.device) -> dict[str, Any]:
-    """The lengths of documents under the names under which the batch states its own, or all for still shapes."""
     with_padding = shapes.documents(lengths)
     ends, sizes = torch.from_numpy(shapes.ends(with_padding)), torch.tensor(with_padding)
     numbers = torch.repeat_interleave(torch.arange(len(sizes), dtype=torch.int32), sizes)[None]
     found: dict[str, Any] = {"seq_idx": numbers, "cu_seq_lens_q": ends, "cu_seq_lens_k": ends.clone()}
+    # A pass states lengths under the names that the batch uses, and for still shapes under all names.
     stated = [name for name in LENGTHS if batch.get(name) is not None or (shapes and name in _STATED)]
     found = {name: value.to(device) for name, value in found.items() if name in stated}
     found |= {name: shapes.longest(with_padding) for name in ("max_length_q", "max_length_k") if name in stated}
@@ -474,7 +440,6 @@ _STATED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
 def _of_rows(batch: Mapping[str, Any]) -> Units:
-    """The rows of a padded batch."""
     tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor) and value.dim()}
     if not tensors:
         raise PackingError(
@@ -509,13 +474,12 @@ def _rows(value: Any, rows: int, at: torch.Tensor) -> Any:
 
 
 def is_mask(value: torch.Tensor) -> bool:
-    """Whether a tensor ``[rows, length]`` holds zeros and ones only."""
     integer = not (value.is_floating_point() or value.is_complex())
     return value.dim() == 2 and integer and bool(((value == 0) | (value == 1)).all())
 
 
 def _widths(tensors: Mapping[str, torch.Tensor], rows: int) -> dict[int, list[torch.Tensor]]:
-    """The integers ``[rows, length]`` of a batch by their length."""
+    """The integers ``[rows, length]`` of a batch, by their length."""
     found: dict[int, list[torch.Tensor]] = {}
     for value in tensors.values():
         if value.dim() == 2 and len(value) == rows and not value.is_floating_point():
@@ -524,10 +488,9 @@ def _widths(tensors: Mapping[str, torch.Tensor], rows: int) -> dict[int, list[to
 
 
 def _hidden(values: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """Where integers ``[rows, length]`` of one length hold padding, bool ``[rows, length]``; None without padding.
-
-    That is what no mask shows, if each of the others holds one number there. Else the masks are no masks of padding.
-    """
+    """Where integers of one length hold padding, bool ``[rows, length]``; None if there is none."""
+    # Padding is what no mask shows, if every other tensor holds one number there. Otherwise the masks do not mark
+    # padding.
     masks = [value != 0 for value in values if is_mask(value)]
     if not masks:
         return None
@@ -537,20 +500,18 @@ def _hidden(values: Sequence[torch.Tensor]) -> torch.Tensor | None:
 
 
 def _tokens(tensors: Mapping[str, torch.Tensor], rows: int) -> tuple[Ints, int]:
-    """The tokens of each row without padding, int64 ``[rows]``, rather too many than too few, and of all with padding.
-
-    Tensors of one width belong together. If they hold ids of one text, what any of their masks shows counts. If they
-    hold ids of several, as prompts and completions of one width, each mask counts.
-    """
+    # The tokens of each row without padding, int64 [rows], rather too many than too few, and of all with padding.
     found, padded_tokens = np.zeros(rows, np.int64), 0
     for width, values in _widths(tensors, rows).items():
         ids = [value for value in values if not is_mask(value) and bool((value >= 0).all())]
         hidden, texts = _hidden(values), 1
         if hidden is None:
             found += width
+        # Tensors of one width belong together. If they hold ids of one text, what any of their masks shows counts.
         elif all(torch.equal(one, ids[0]) for one in ids):
             found += (~hidden).sum(1).cpu().numpy()
         else:
+            # They hold ids of several texts, such as prompts and completions of one width, so that each mask counts.
             masks = [value for value in values if is_mask(value)]
             found += sum((value != 0).sum(1).cpu().numpy() for value in masks)
             texts = len(masks)
@@ -559,7 +520,7 @@ def _tokens(tensors: Mapping[str, torch.Tensor], rows: int) -> tuple[Ints, int]:
 
 
 def _without_padding(batch: dict[str, Any], rows: int) -> dict[str, Any]:
-    """The batch without the columns in which all rows have padding, at the start and at the end."""
+    # Only columns at the start and at the end go, in which all rows have padding.
     tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor) and value.dim()}
     for width, values in _widths(tensors, rows).items():
         hidden = _hidden(values)

@@ -183,7 +183,7 @@ def plan(
 
 
 def _strategy(strategy: str, max_tokens: int | None, batch_size: int | None) -> tuple[Strategy, int]:
-    """Return the function that fills rows, and its limit: the tokens of a row, or its examples for mini-batches."""
+    # The number is the strategy's limit: the tokens of a row, or its examples for mini-batches.
     if strategy == MINI_BATCHES:
         if max_tokens is not None or batch_size is None or batch_size < 1:
             raise PackingError(
@@ -200,7 +200,7 @@ def _strategy(strategy: str, max_tokens: int | None, batch_size: int | None) -> 
 
 
 def _rows(lengths: Ints32, fill: Strategy, limit: int, rng: np.random.Generator | None) -> tuple[Ints, Ints]:
-    """Return the examples of all rows, and the offsets of the rows."""
+    # Returned are the examples of all rows, and the offsets of the rows.
     drawn = None
     if rng is not None:  # a random order, so that the choice among equal lengths is random
         drawn = rng.permutation(np.arange(len(lengths), dtype=np.int32))
@@ -223,19 +223,13 @@ POLICIES = ("error", "drop", "truncate", "split")
 
 @dataclass(frozen=True)
 class Pieces:
-    """The pieces of examples that are packed: their lengths, and the examples that are left out or lose their end.
-
-    ``cuts`` are the example, the start and the stop of each piece; None if nothing is cut or left out.
-    """
-
     lengths: Ints
-    cuts: tuple[Ints, Ints, Ints] | None
-    dropped: Ints
-    truncated: Ints
+    cuts: tuple[Ints, Ints, Ints] | None  # example, start and stop of each piece; None if all are whole
+    dropped: Ints  # examples that are left out
+    truncated: Ints  # examples that lose their end
 
 
 def as_lengths(lengths: Any) -> Ints:
-    """Return lengths as an int64 array ``[examples]``, without a copy if they are one already."""
     try:
         found = np.asarray(lengths)
     except (TypeError, ValueError) as error:
@@ -256,25 +250,21 @@ def as_lengths(lengths: Any) -> Ints:
 
 
 def without_tokens(lengths: Ints) -> Ints:
-    """Return the examples without tokens, which are in no row or pass, in ascending order."""
     return np.flatnonzero(lengths == 0)
 
 
 def check_budget(max_tokens: object) -> int:
-    """Return the option as an int, if it is one from 1 to 2**31 - 1."""
     if isinstance(max_tokens, (int, np.integer)) and not isinstance(max_tokens, bool) and 1 <= max_tokens < 2**31:
         return int(max_tokens)
     raise PackingError(f"max_tokens: expected a positive number of tokens, found {max_tokens!r}.")
 
 
 def check_policy(too_long: str) -> None:
-    """Refuse a policy that is none of :data:`POLICIES`."""
     if too_long not in POLICIES:
         raise PackingError(f"too_long: expected one of {', '.join(POLICIES)}, found {too_long!r}.")
 
 
 def cut(lengths: Ints, max_tokens: int, too_long: str) -> Pieces:
-    """Apply the policy to all examples longer than ``max_tokens``. Examples without tokens have no piece."""
     check_policy(too_long)
     longer = np.flatnonzero(lengths > max_tokens)
     none = np.empty(0, np.int64)
@@ -291,7 +281,7 @@ def cut(lengths: Ints, max_tokens: int, too_long: str) -> Pieces:
         kept = np.flatnonzero((lengths > 0) & ((lengths <= max_tokens) | (too_long == "truncate")))
         shorter = np.minimum(lengths[kept], max_tokens)
         return Pieces(shorter, (kept, np.zeros_like(kept), shorter), dropped, truncated)
-    counts = -(-lengths // max_tokens)
+    counts = -(-lengths // max_tokens)  # an example without tokens has no piece
     of = np.repeat(np.arange(len(lengths)), counts)
     start = (np.arange(len(of)) - np.repeat(np.cumsum(counts) - counts, counts)) * max_tokens
     stop = np.minimum(start + max_tokens, lengths[of])
@@ -299,10 +289,6 @@ def cut(lengths: Ints, max_tokens: int, too_long: str) -> Pieces:
 
 
 def cut_out(example: Any, start: int, stop: int, length: int) -> Any:
-    """Return the tokens ``[start:stop]`` of an example with ``length`` tokens.
-
-    In a mapping, every value with ``length`` items is cut, and other values are kept whole.
-    """
     if not isinstance(example, Mapping):
         _require_length(example, length)
         return example[start:stop]

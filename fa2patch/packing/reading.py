@@ -30,32 +30,24 @@ class StreamPart(NamedTuple):
 
     @property
     def number(self) -> list[int]:
-        """Return the number of this process, and how many there are. A DataLoader without workers is one with one."""
+        # The number of this process, and how many there are. A DataLoader without workers is one with one.
         return [self.rank * self.workers + self.worker, self.ranks * self.workers]
 
 
 def this_rank() -> tuple[int, int]:
-    """Return this rank and the number of ranks, counted as :class:`~.samplers.PackedBatchSampler` does."""
+    # Ranks are counted as PackedBatchSampler does.
     ranks, rank = replicas_and_rank(None, None, None)
     assert isinstance(rank, int), "it was not asked for by name"
     return rank, ranks
 
 
-def this_part(examples: Any, ranks: Any, found: tuple[int, int], rows_are_dealt: bool) -> StreamPart:
-    """Return the part of this process.
-
-    Args:
-        examples: What is iterated.
-        ranks: The option of :func:`fa2patch.packing.stream`.
-        found: This rank and the number of ranks.
-        rows_are_dealt: Whether what iterates over the rows gives each rank some of them.
-
-    Returns:
-        The part. Its number of ranks is 1 if the examples are not to be shared out among ranks.
-
-    Raises:
-        PackingError: ``ranks`` is None and there are several, or rows or examples would be shared out twice.
-    """
+def this_part(
+    examples: Any,
+    ranks: Any,
+    found: tuple[int, int],  # this rank and the number of ranks
+    rows_are_dealt: bool,  # what iterates over the rows gives each rank some of them
+) -> StreamPart:
+    # The part's number of ranks is 1 if the examples are not to be shared out among ranks.
     worker = get_worker_info()
     whole = StreamPart(0, 1) if worker is None else StreamPart(0, 1, worker.id, worker.num_workers)
     # set by datasets.distributed.split_dataset_by_node, and kept by what is derived from its result (datasets 2.8 on)
@@ -93,7 +85,6 @@ _UNKNOWN_RANKS = (
 
 
 def check_ranks(ranks: Any) -> None:
-    """Refuse an option that is not one of ``"split"``, ``"all"``, None and (rank, ranks)."""
     if isinstance(ranks, tuple) and len(ranks) == 2 and all(type(one) is int for one in ranks):
         replicas_and_rank(ranks[1], ranks[0], None)  # checks that the rank is one of them
     elif not (ranks is None or (isinstance(ranks, str) and ranks in (SPLIT, ALL_RANKS))):
@@ -108,15 +99,7 @@ class Source:
         self._had_some = False
 
     def begin(self, workers: int, state: Any) -> tuple[Any, Iterator[Any], bool]:
-        """Begin an epoch, or go on at a state of the examples.
-
-        Returns:
-            What is iterated, its iterator, and whether each worker gets a part of its own from it.
-
-        Raises:
-            PackingError: The examples can be read only once, and this is not the first time, or there are several
-                workers.
-        """
+        """What an epoch iterates from a state on, its iterator, and whether each worker gets a part of its own."""
         # an __iter__ in Python may return the object itself and begin again; that of a generator, map or file does not
         own = getattr(type(self.examples), "__iter__", None)
         once = not inspect.isfunction(own) and iter(self.examples) is self.examples
@@ -157,13 +140,11 @@ _STATE_OF_OTHERS = (
 
 
 def has_state(examples: Any) -> bool:
-    """Return whether the examples can save and load their position, as an ``IterableDataset`` of datasets can.
-
-    A ``state_dict`` that needs arguments (MosaicML's StreamingDataset) is of another kind.
-    """
+    """Whether the examples can save and load their position, as an ``IterableDataset`` of datasets can."""
     save, load = getattr(examples, "state_dict", None), getattr(examples, "load_state_dict", None)
     if not callable(save) or not callable(load):
         return False
+    # A state_dict that needs arguments (MosaicML's StreamingDataset) is of another kind.
     try:
         inspect.signature(save).bind()
         inspect.signature(load).bind({})
@@ -173,12 +154,10 @@ def has_state(examples: Any) -> bool:
 
 
 def _begun(examples: Iterable[Any], in_workers: bool) -> tuple[list[Any], Iterator[Any], bool]:
-    """Return the first example (or none), the rest of them, and whether they call ``get_worker_info`` in a worker.
-
-    Each worker has a copy of the examples, and knows which one it is by this function alone. Examples that do not call
-    it are the same in all workers. They call it where they begin, as those of ``datasets`` and ``webdataset`` do, so
-    the first example shows it.
-    """
+    """The first example (or none), the rest of them, and whether they call ``get_worker_info`` in a worker."""
+    # Each worker has a copy of the examples, which know by this function alone which one it is. Examples that do not
+    # call it are the same in all workers. Those of datasets and webdataset call it where they begin, so the first one
+    # shows it.
     asked, before = [], sys.getprofile()
 
     def profile(frame: Any, event: str, _: Any) -> None:
@@ -196,42 +175,31 @@ def _begun(examples: Iterable[Any], in_workers: bool) -> tuple[list[Any], Iterat
 
 
 class Place(NamedTuple):
-    """A place from which examples can be read again.
+    """A place from which examples can be read again."""
 
-    Attributes:
-        number: Number of the first example that is read.
-        mark: Checksum of the examples before it, see :class:`Reader`.
-        state: State of the examples; None is their beginning.
-    """
-
-    number: int
-    mark: int
-    state: Any
+    number: int  # of the first example that is read
+    mark: int  # checksum of the examples before it
+    state: Any  # of the examples; None is their beginning
 
 
 START = Place(0, 0, None)
 
 
 class Reader:
-    """Numbers the examples that this process reads, and gives those of its part.
-
-    Processes that have the same examples take every n-th of them, so each process reads all of them: right where
-    reading is cheap, and where it is not, the examples should split themselves.
-
-    Attributes:
-        read: Number of the last example that was given, plus 1.
-        mark: Checksum of the last tokens of all examples that were given, by which a resume sees whether it has read
-            the same ones. Examples that are not tokens do not change it.
-    """
+    """Numbers the examples that this process reads, and gives those of its part."""
 
     def __init__(self, source: Source, part: StreamPart, every: int, begin: Place) -> None:
         self._source, self._part, self._every = source, part, every
         self._places = deque([begin])
+        # The number of the last example that was given, plus 1, and a checksum of the last tokens of all of them. By it
+        # a resume sees whether it has read the same ones. Examples that are not tokens do not change it.
         self.read, self.mark = begin.number, begin.mark
 
     def __iter__(self) -> Iterator[tuple[int, Any]]:
         begin, (rank, ranks, worker, workers) = self._places[0], self._part
         examples, arriving, asked = self._source.begin(workers, begin.state)
+        # Processes that have the same examples take every n-th of them, so each process reads all of them. That is
+        # right where reading is cheap, and elsewhere the examples should split themselves.
         index, parts = (rank, ranks) if asked else (rank * workers + worker, ranks * workers)
         saves = has_state(examples)
         for number, example in enumerate(arriving, begin.number):
@@ -242,11 +210,9 @@ class Reader:
                 self._places.append(Place(number + 1, self.mark, examples.state_dict()))
 
     def place(self, oldest: int) -> Place:
-        """Return where to read again to get ``oldest`` and all later examples, and forget earlier places.
-
-        At least ``every`` examples are read again (if there are as many), so that the checksum compares some. Examples
-        may be others after a resume: datasets loses those of its shuffle buffers.
-        """
+        """Where to read again to get ``oldest`` and all later examples. Earlier places are forgotten."""
+        # At least ``every`` examples are read again (if there are as many), so that the checksum compares some.
+        # Examples may be others after a resume: datasets loses those of its shuffle buffers.
         needed = min(oldest, self.read - self._every)
         while len(self._places) > 1 and self._places[1].number <= needed:
             self._places.popleft()
@@ -254,7 +220,6 @@ class Reader:
 
 
 def _marked(example: Any, mark: int) -> int:
-    """Return the checksum, continued by an example's last tokens."""
     try:
         last = np.asarray((example["input_ids"] if hasattr(example, "keys") else example)[-16:])
     except (IndexError, KeyError, TypeError, ValueError):  # examples of another kind

@@ -22,8 +22,7 @@ from .strategies import Ints
 
 ALL_RANKS = "all"
 
-ANY_TOKENS = 2**62
-"""The budget of mini-batches without one."""
+ANY_TOKENS = 2**62  # the budget of mini-batches without one
 
 
 def imbalance(costs: npt.NDArray[np.float64]) -> float:
@@ -155,7 +154,7 @@ class PackedBatchSampler(Sampler[list[int]]):
         self.dropped, self.empty = self._left_behind(), without_tokens(self.lengths)
 
     def _global(self, batch_size: int | None, global_batch_size: int | None) -> int | None:
-        """Return the number of examples in a step, or None where tokens fill the rows of a step."""
+        # The number of examples in a step; None where tokens fill the rows of a step.
         strategy, ranks = self._asked["strategy"], self.num_replicas
         sizes = [size for size in (batch_size, global_batch_size) if size is not None]
         if strategy != MINI_BATCHES and not sizes:
@@ -173,7 +172,6 @@ class PackedBatchSampler(Sampler[list[int]]):
         )
 
     def _left_behind(self) -> Ints:
-        """Return the examples that no epoch holds."""
         if self.global_batch_size is None:
             return plan(self.lengths, seed=None, **self._asked).dropped
         if self._asked["max_tokens"] is None:
@@ -293,7 +291,7 @@ class PackedBatchSampler(Sampler[list[int]]):
         return self._made[1]
 
     def _plan(self) -> Epoch:
-        """Return the rows of all ranks; every rank computes the same."""
+        # These are the rows of all ranks, and every rank computes the same.
         each, seed = self._example_costs, (self._seed, self.epoch)
         if self.global_batch_size is not None:
             budget = self._asked["max_tokens"] or ANY_TOKENS
@@ -308,11 +306,8 @@ class PackedBatchSampler(Sampler[list[int]]):
 def replicas_and_rank(
     num_replicas: int | None, rank: int | str | None, ranks_per_row: int | None
 ) -> tuple[int, int | str]:
-    """Return the number of replicas and this process's replica, or ``"all"``, from what the user passed.
-
-    A replica gets a row of its own in every step. It is one process or, under tensor and context parallelism, the group
-    of processes that compute the row together.
-    """
+    # A replica gets a row of its own in every step. It is one process or, under tensor and context parallelism, the
+    # group of processes that compute the row together.
     size = _group_size(ranks_per_row, num_replicas, rank)
     if num_replicas is None or rank is None:
         if torch.distributed.is_available() and torch.distributed.is_initialized():
@@ -334,7 +329,6 @@ def replicas_and_rank(
 
 
 def _group_size(given: int | None, num_replicas: int | None, rank: int | str | None) -> int:
-    """Return the number of processes in a replica."""
     known, sp_size = _of_accelerate()
     if given is None:
         return known or 1
@@ -361,11 +355,9 @@ def _group_size(given: int | None, num_replicas: int | None, rank: int | str | N
 
 
 def _of_accelerate() -> tuple[int | None, int]:
-    """Return to how many processes accelerate gives the same row, and its ``sp_size``.
-
-    The first is None if this process has no Accelerator. Both are read where accelerate's loader reads them: from
-    DeepSpeed's ``autotp_size``, else from the ParallelismConfig (accelerate 1.10 and later).
-    """
+    """To how many processes accelerate gives the same row, and its ``sp_size``. None: there is no Accelerator."""
+    # Both are read where accelerate's loader reads them: from DeepSpeed's ``autotp_size``, else from the
+    # ParallelismConfig (accelerate 1.10 and later).
     module: Any = sys.modules.get("accelerate.state")  # not imported: without an Accelerator there is nothing to read
     if module is None or not module.is_initialized():
         return None, 1

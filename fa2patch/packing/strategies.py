@@ -1,7 +1,4 @@
-"""Strategies that assign a row to each example, from lengths int32 ``[n]`` to row numbers int32 ``[n]``.
-
-int32 takes half of int64's memory, and half of the time spent on memory.
-"""
+"""Strategies that assign a row to each example, from lengths int32 ``[n]`` to row numbers int32 ``[n]``."""
 
 from __future__ import annotations
 
@@ -14,38 +11,32 @@ import numpy as np
 import numpy.typing as npt
 
 Ints = npt.NDArray[np.int64]
-Ints32 = npt.NDArray[np.int32]
+Ints32 = npt.NDArray[np.int32]  # half of int64's memory, and half of the time spent on memory
 Strategy = Callable[[Ints32, int], Ints32]
 
 
-ENOUGH = 1000
-"""Rows of best fit are taken if at most one in so many is above the bound of :func:`fewest`."""
+ENOUGH = 1000  # rows of best fit are taken if at most one in so many is above the bound of ``fewest``
 
+# The share of the budget that _like_sums leaves free on average, so that few rows are above the budget.
 SPARE = 1 / 1000
-"""The share of the budget that :func:`_like_sums` leaves free on average, so that few rows are above the budget."""
 
 
 def fewest_rows(lengths: Ints32, max_tokens: int) -> Ints32:
-    """Apply :func:`best_fit_decreasing` or, if that makes fewer rows, put long and short examples together.
-
-    Best fit puts the longest examples together, and then the shortest. If a row holds a few examples of nearly one
-    length, most rows waste nearly as much as one of them. Rows of long and short ones waste next to nothing there.
-    """
+    # Best fit puts the longest examples together, and then the shortest. If a row holds a few examples of nearly one
+    # length, most rows waste nearly as much as one of them. Rows of long and short ones waste next to nothing there.
     return _longest_first(lengths, max_tokens, _fewest_rows)
 
 
 def best_fit_decreasing(lengths: Ints32, max_tokens: int) -> Ints32:
-    """Put examples, longest first, each into the fullest row that has space for it."""
     return _longest_first(lengths, max_tokens, _best_fit)
 
 
 def first_fit_decreasing(lengths: Ints32, max_tokens: int) -> Ints32:
-    """Put examples, longest first, each into the oldest row that has space for it."""
     return _longest_first(lengths, max_tokens, partial(_best_fit, first_fit=True))
 
 
 def in_order(lengths: Ints32, max_tokens: int) -> Ints32:
-    """Put examples in their order into a row, and start a new row if the next one does not fit (next fit)."""
+    # This is next fit: a row begins where the next example does not fit.
     ends = np.cumsum(lengths, dtype=np.int64)
     after = array("q", np.searchsorted(ends, ends - lengths + max_tokens, side="right").tobytes())
     starts, start = array("i"), 0
@@ -57,12 +48,10 @@ def in_order(lengths: Ints32, max_tokens: int) -> Ints32:
 
 
 def by_length(lengths: Ints32, max_tokens: int) -> Ints32:
-    """Apply :func:`in_order` to examples sorted longest first, so that the examples of a row have similar lengths."""
     return _longest_first(lengths, max_tokens, in_order)
 
 
 def mini_batches(lengths: Ints32, batch_size: int) -> Ints32:
-    """Put ``batch_size`` examples of any length into each row, in their order."""
     return np.arange(len(lengths), dtype=np.int32) // batch_size
 
 
@@ -76,10 +65,8 @@ STRATEGIES: dict[str, Strategy] = {
 
 
 def by_key(keys: Ints32, descending: bool = False) -> Ints32:
-    """Return the stable argsort of non-negative keys.
-
-    NumPy sorts 16-bit numbers by radix, in linear time: keys are sorted by their lower half, then by their upper one.
-    """
+    """The stable argsort of non-negative keys."""
+    # NumPy sorts 16-bit numbers by radix, in linear time: keys are sorted by their lower half, then by their upper one.
     if descending:
         keys = keys.max(initial=0) - keys
     order = np.argsort(keys.astype(np.uint16), kind="stable").astype(np.int32)  # astype keeps the lower half
@@ -88,26 +75,21 @@ def by_key(keys: Ints32, descending: bool = False) -> Ints32:
     return order[np.argsort((keys >> 16).astype(np.uint16)[order], kind="stable")]
 
 
-def fewest(sizes: Ints, counts: Ints, max_tokens: int) -> int:
-    """Return a bound: no plan has fewer rows. It is tokens / max_tokens, or more where examples cannot fill the rows.
-
-    The other bound gives each example a price, such that those of a row cost at most 1 together: then there are at
-    least as many rows as all examples cost. With a budget of C, an example of x tokens costs::
-
-        1 / (k+1) + slope * (x - C / (k+1)), but at most 1 / k, and at least 0
-
-    for some whole k and a slope of at least 1 / C. No row costs more than 1: k examples cost at most k / k. If m > k
-    examples of a row cost something, they have at most C tokens, so that they cost at most m / (k+1) + slope *
-    (C - m * C / (k+1)). The bracket is not positive, so this is at most m / (k+1) + 1 - m / (k+1) = 1. Every length X
-    is tried with the k for which C / (k+1) < X <= C / k, and the slope for which it costs just 1 / k.
-
-    Args:
-        sizes: Distinct lengths, in ascending order.
-        counts: Number of examples of each length.
-    """
+def fewest(
+    sizes: Ints,  # distinct lengths, in ascending order
+    counts: Ints,  # of the examples of each length
+    max_tokens: int,
+) -> int:
+    """A lower bound on the rows of any plan: tokens / max_tokens, or more where examples cannot fill the rows."""
+    # The second bound gives an example of x tokens a price: 1 / (k+1) + slope * (x - C / (k+1)), at most 1 / k and at
+    # least 0, for a budget of C, a whole k and a slope of at least 1 / C. No row costs more than 1, so there are at
+    # least as many rows as all examples cost.
     if not len(sizes):
         return 0
+    # This is why: k examples cost at most k / k, and m > k examples with a price and at most C tokens cost at most
+    # m / (k+1) + slope * (C - m * C / (k+1)) <= m / (k+1) + 1 - m / (k+1) = 1, because the bracket is not positive.
     ends, tokens = np.append(0, np.cumsum(counts)), np.append(0, np.cumsum(counts * sizes))
+    # Every length X is tried, with the k for which C / (k+1) < X <= C / k, and the slope for which X costs just 1 / k.
     k, upto = max_tokens // sizes, np.arange(1, len(sizes) + 1)
     # all is multiplied by k * (k + 1) * over, and so is whole: rounding must not raise the bound
     over = (k + 1) * sizes - max_tokens
@@ -118,7 +100,7 @@ def fewest(sizes: Ints, counts: Ints, max_tokens: int) -> int:
 
 
 def _longest_first(lengths: Ints32, max_tokens: int, fill: Strategy) -> Ints32:
-    """Call a strategy with the lengths in descending order, and return its rows in the order of the examples."""
+    # The rows are returned in the order of the examples.
     order = by_key(lengths, descending=True)
     row_of = lengths[order]
     row_of[order] = fill(row_of, max_tokens)
@@ -126,7 +108,6 @@ def _longest_first(lengths: Ints32, max_tokens: int, fill: Strategy) -> Ints32:
 
 
 def _fewest_rows(by_size: Ints32, max_tokens: int) -> Ints32:
-    """Return the rows of :func:`fewest_rows` for lengths in descending order."""
     row_of = _best_fit(by_size, max_tokens)
     starts, counts = _of_equals(by_size)
     needed = int(row_of.max(initial=-1)) + 1
@@ -141,10 +122,7 @@ def _fewest_rows(by_size: Ints32, max_tokens: int) -> Ints32:
 
 
 def _like_sums(by_size: Ints32, max_tokens: int) -> Ints32:
-    """Make rows of k and of k + 1 examples with sums just below the budget; a row holds so many on average.
-
-    ``by_size`` holds lengths in descending order. Examples whose row would be above the budget have the row -1.
-    """
+    """Make rows of k and of k + 1 examples, so many as a row holds on average, with sums just below the budget."""
     row_of, rows, count = np.full_like(by_size, -1), 0, len(by_size)
     until, room = np.append(0, np.cumsum(by_size, dtype=np.int64)), max_tokens / (1 + SPARE)
     needed = int(until[-1] / room) + 1
@@ -158,6 +136,7 @@ def _like_sums(by_size: Ints32, max_tokens: int) -> Ints32:
         if len(examples):
             row, sums = _evened(by_size[examples].reshape(each, -1))
             fits = sums <= max_tokens
+            # Examples whose row would be above the budget have the row -1.
             number = np.where(fits, np.cumsum(fits) + (rows - 1), -1)
             row_of[examples] = number[row]
             rows += int(fits.sum())
@@ -165,10 +144,9 @@ def _like_sums(by_size: Ints32, max_tokens: int) -> Ints32:
 
 
 def _with_mean(until: Ints, number: int, mean: float) -> Ints32:
-    """Choose so many examples with about that mean length: the longest, and an even share of the others.
-
-    ``until`` are the sums of the lengths in descending order. Of examples with a lower mean, the longest are chosen.
-    """
+    """Choose so many examples with about that mean length: the longest, and an even share of the others."""
+    # ``until`` are the sums of the lengths in descending order. If the mean is too low for that, the longest are
+    # chosen.
     count = len(until) - 1
     longest = np.linspace(0, number, 5000).astype(np.int64)
     sums = until[longest] + (number - longest) / np.maximum(count - longest, 1) * (until[-1] - until[longest])
@@ -178,14 +156,10 @@ def _with_mean(until: Ints, number: int, mean: float) -> Ints32:
 
 
 def _evened(blocks: Ints32) -> tuple[Ints32, Ints]:
-    """Give every row one example of each block, so that the sums of the rows are alike.
-
-    The blocks, int32 ``[examples in a row, rows]``, are in descending order. The one that differs most comes first; of
-    each one the longest example goes to the row with the least so far.
-
-    Returns:
-        The row of each example, row after row of ``blocks``, and the rows' sums.
-    """
+    """Give every row one example of each block, so that the sums of the rows are alike."""
+    # The blocks, int32 [examples in a row, rows], are in descending order. The block that differs most comes first. The
+    # longest example of each block goes to the row with the least so far. The rows are returned row after row of
+    # ``blocks``.
     row_of, sums = np.empty_like(blocks), np.zeros(blocks.shape[1], dtype=np.int64)
     for block in np.argsort(blocks[:, -1] - blocks[:, 0], kind="stable").tolist():
         row_of[block] = by_key(np.minimum(sums, 2**31 - 1).astype(np.int32))
@@ -194,18 +168,16 @@ def _evened(blocks: Ints32) -> tuple[Ints32, Ints]:
 
 
 def _of_equals(by_size: Ints32) -> tuple[Ints, Ints]:
-    """Return where each distinct length begins among sorted ones, and how many there are."""
+    # Returned is where each distinct length begins among sorted ones, and how many there are.
     starts = np.flatnonzero(np.diff(by_size, prepend=np.int32(0)))
     return starts, np.diff(starts, append=len(by_size))
 
 
 def _best_fit(by_size: Ints32, max_tokens: int, first_fit: bool = False) -> Ints32:
-    """Run a decreasing strategy on one distinct length at a time instead of one example at a time.
-
-    Examples of one length fill runs of neighbouring rows with the same space. Every length splits at most one run, and
-    a run loses at least half of its space whenever it is used up. This takes O(lengths x log(max_tokens)) steps for
-    any number of examples.
-    """
+    """Run a decreasing strategy on one distinct length at a time instead of one example at a time."""
+    # Examples of one length fill runs of neighbouring rows with the same space. Every length splits at most one run,
+    # and a run loses at least half of its space whenever it is used up. This takes O(lengths x log(max_tokens)) steps
+    # for any number of examples.
     starts, counts = _of_equals(by_size)
     filled = _fill(by_size[starts].tolist(), counts.tolist(), max_tokens, first_fit)
     start, rows, each = filled.T
@@ -215,12 +187,8 @@ def _best_fit(by_size: Ints32, max_tokens: int, first_fit: bool = False) -> Ints
 
 
 def _fill(sizes: list[int], counts: list[int], max_tokens: int, first_fit: bool) -> Ints32:
-    """Return ``[fillings, 3]``: (first row, number of rows, examples in each row), in the order of the examples.
-
-    Args:
-        sizes: Distinct lengths, in descending order.
-        counts: Number of examples of each length.
-    """
+    # The result is [fillings, 3]: (first row, number of rows, examples in each row), in the order of the examples.
+    # Sizes are distinct lengths in descending order, with the number of examples of each.
     filled = array("i")
     # Both lists are heaps of runs: those with space for the current size, where the next one to use is first, and
     # the others, where the one with the most space is first.

@@ -18,7 +18,6 @@ from .reading import START, Place, Reader, Source, StreamPart, check_ranks, this
 
 
 def token_count(example: Any) -> int:
-    """Return the length of a mapping's ``input_ids``, or of any other example itself."""
     return len(example["input_ids"] if hasattr(example, "keys") else example)
 
 
@@ -70,7 +69,7 @@ class Stream(IterableDataset[list[Any]]):
         return self._iteration.rows()
 
     def __getstate__(self) -> dict[str, Any]:
-        """The stream for a worker that is started anew, which has no process group and may not know its rank."""
+        # A worker that is started anew has no process group, and may not know its rank.
         known = torch.distributed.is_available() and torch.distributed.is_initialized()
         return {**self.__dict__, "_iteration": None, "_rank": this_rank() if known else self._rank}
 
@@ -129,7 +128,6 @@ class Stream(IterableDataset[list[Any]]):
         return {"max_tokens": self.max_tokens, "buffer": self.buffer, "too_long": self._too_long}
 
     def _next_state(self) -> Mapping[str, Any] | None:
-        """The state at which the next iteration goes on, or None."""
         if self._loaded is None or self._loaded[0]["epoch"] != int(self._epoch):
             return None
         if self._loaded[1] != os.getpid():  # the main process would keep it, and begin each epoch there
@@ -174,7 +172,6 @@ class _Iteration:
             yield self._given(row, tokens)
 
     def state(self) -> dict[str, Any]:
-        """See :meth:`Stream.state_dict`."""
         if self._loaded is not None:
             return dict(self._loaded)
         stream, reader = self._stream, self._reader
@@ -233,7 +230,7 @@ class _Iteration:
         return row
 
     def _pieces(self, number: int, example: Any) -> list[tuple[int, int, Any]]:
-        """Return the pieces of an example that are packed: start, stop and the piece. What is left out is counted."""
+        # Start, stop and the piece, for each piece that is packed. What is left out is counted.
         stream = self._stream
         length = int(stream._length(example))
         if 1 <= length <= stream.max_tokens:
@@ -279,11 +276,10 @@ class _Waiting:
 
     @property
     def oldest(self) -> int:
-        """Number of the oldest example; the highest number if there is none."""
         return next(iter(self._by_arrival.values()))[0][0] if self._by_arrival else sys.maxsize
 
     def keys(self) -> list[tuple[int, int]]:
-        """Return (number of the example, start of the piece) of all, by arrival."""
+        # A key is (number of the example, start of the piece). The keys are in the order of arrival.
         return [key for key, _, _ in self._by_arrival.values()]
 
     def add(self, key: tuple[int, int], example: Any, tokens: int) -> None:
@@ -292,7 +288,7 @@ class _Waiting:
         self._arrived += 1
 
     def row(self, max_tokens: int) -> tuple[list[Any], int]:
-        """Return a row of the oldest example and then, repeatedly, the longest one that fits; and its tokens."""
+        """A row of the oldest example and then, repeatedly, the longest one that fits; and its tokens."""
         oldest = next(iter(self._by_arrival))
         found, space = [], max_tokens
         place = bisect_left(self._by_length, (self._by_arrival[oldest][2], -oldest))
@@ -304,7 +300,7 @@ class _Waiting:
         return found, max_tokens - space
 
     def rest(self, max_tokens: int) -> list[tuple[list[Any], int]]:
-        """Return the rows that ``plan`` makes of all waiting examples, by their oldest example; and their tokens."""
+        """The rows that ``plan`` makes of all waiting examples, by their oldest example; and their tokens."""
         waiting = [*self._by_arrival.values()]
         planned = plan([tokens for _, _, tokens in waiting], max_tokens, seed=None)
         rows = [

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import PackingError
-from .plans import as_lengths, check_budget, without_tokens
+from .budget import as_lengths, capped, check_budget, without_tokens
 from .strategies import ENOUGH, Ints, fewest, fewest_rows, in_order
 
 Floats = npt.NDArray[np.float64]
@@ -143,20 +143,6 @@ def check_attention_cost(attention_cost: object) -> float:
     if isinstance(attention_cost, (int, float)) and math.isfinite(attention_cost) and attention_cost >= 0:
         return float(attention_cost)
     raise PackingError(f"attention_cost: expected a number from 0 (tokens only), found {attention_cost!r}.")
-
-
-def capped(lengths: Ints, max_tokens: int, too_long: str) -> Ints:
-    if too_long not in ("error", "alone"):
-        raise PackingError(f"too_long: expected 'error' or 'alone', found {too_long!r}.")
-    longer = np.flatnonzero(lengths > max_tokens)
-    if len(longer) and too_long == "error":
-        raise PackingError(
-            f"{len(longer)} of {len(lengths)} examples are longer than max_tokens={max_tokens}: the first is example "
-            f"{longer[0]} of {lengths[longer[0]]} tokens. Raise max_tokens, or choose too_long='alone', which gives "
-            "each a pass of its own."
-        )
-    # A longer example goes alone, and takes all of its pass.
-    return np.minimum(lengths, max_tokens)
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,9 @@ from ..documents.find import recognise
 from ..documents.names import IGNORED_LABEL, LABELS, LENGTHS, LOSS_LABELS, PARENTS, REAL, TOKENS, MediaRow
 from ..documents.stated import from_cu_seqlens
 from ..errors import PackingError
-from .dealing import capped, deal, example_costs
-from .plans import as_lengths, check_budget, plan
+from .budget import as_lengths, capped, check_budget
+from .dealing import deal, example_costs
+from .plans import plan
 from .samplers import imbalance
 from .still_shapes import PLAIN, StillShapes
 from .strategies import Ints

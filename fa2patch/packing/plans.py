@@ -1,8 +1,8 @@
-"""``plan``, which packs lengths into rows, the :class:`Plan` that it returns, and examples that are cut."""
+"""``plan``, which packs lengths into rows, and the :class:`Plan` that it returns."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, overload
@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import PackingError
+from .budget import as_lengths, check_budget, cut, cut_out, without_tokens
 from .strategies import STRATEGIES, Ints, Ints32, Strategy, by_key, fewest, mini_batches
 
 MINI_BATCHES = "mini_batches"
@@ -216,97 +217,3 @@ def _rows(lengths: Ints32, fill: Strategy, limit: int, rng: np.random.Generator 
     del row_of
     rows = order if drawn is None else drawn[order]
     return rows.astype(np.int64), np.append(0, np.cumsum(counts))
-
-
-POLICIES = ("error", "drop", "truncate", "split")
-
-
-@dataclass(frozen=True)
-class Pieces:
-    lengths: Ints
-    cuts: tuple[Ints, Ints, Ints] | None  # example, start and stop of each piece; None if all are whole
-    dropped: Ints  # examples that are left out
-    truncated: Ints  # examples that lose their end
-
-
-def as_lengths(lengths: Any) -> Ints:
-    try:
-        found = np.asarray(lengths)
-    except (TypeError, ValueError) as error:
-        raise PackingError(f"lengths: expected one number per example, found {type(lengths).__name__}.") from error
-    if found.ndim == 1 and not len(found):
-        return np.empty(0, np.int64)
-    if found.ndim != 1 or found.dtype.kind not in "iu":
-        raise PackingError(f"lengths: expected integers [examples], found {found.dtype} {list(found.shape)}.")
-    if len(found) >= 2**31:
-        raise PackingError(f"lengths: expected fewer than 2**31 examples, found {len(found)}. Plan them in parts.")
-    if found.min() < 0 or int(found.max()) >= 2**31:
-        wrong = int(np.flatnonzero((found < 0) | (found >= 2**31))[0])
-        raise PackingError(
-            f"lengths: expected from 0 to 2**31 - 1 tokens in every example, found {found[wrong]} in example {wrong}. "
-            "Pass the number of tokens of each example."
-        )
-    return found.astype(np.int64, copy=False)
-
-
-def without_tokens(lengths: Ints) -> Ints:
-    return np.flatnonzero(lengths == 0)
-
-
-def check_budget(max_tokens: object) -> int:
-    if isinstance(max_tokens, (int, np.integer)) and not isinstance(max_tokens, bool) and 1 <= max_tokens < 2**31:
-        return int(max_tokens)
-    raise PackingError(f"max_tokens: expected a positive number of tokens, found {max_tokens!r}.")
-
-
-def check_policy(too_long: str) -> None:
-    if too_long not in POLICIES:
-        raise PackingError(f"too_long: expected one of {', '.join(POLICIES)}, found {too_long!r}.")
-
-
-def cut(lengths: Ints, max_tokens: int, too_long: str) -> Pieces:
-    check_policy(too_long)
-    longer = np.flatnonzero(lengths > max_tokens)
-    none = np.empty(0, np.int64)
-    if not len(longer) and lengths.all():
-        return Pieces(lengths, None, none, none)
-    if len(longer) and too_long == "error":
-        raise PackingError(
-            f"{len(longer)} of {len(lengths)} examples are longer than max_tokens={max_tokens}: the first is example "
-            f"{longer[0]} of {lengths[longer[0]]} tokens. Raise max_tokens, or choose too_long='split', 'truncate' or "
-            "'drop'."
-        )
-    if too_long != "split":
-        dropped, truncated = (longer, none) if too_long == "drop" else (none, longer)
-        kept = np.flatnonzero((lengths > 0) & ((lengths <= max_tokens) | (too_long == "truncate")))
-        shorter = np.minimum(lengths[kept], max_tokens)
-        return Pieces(shorter, (kept, np.zeros_like(kept), shorter), dropped, truncated)
-    counts = -(-lengths // max_tokens)  # an example without tokens has no piece
-    of = np.repeat(np.arange(len(lengths)), counts)
-    start = (np.arange(len(of)) - np.repeat(np.cumsum(counts) - counts, counts)) * max_tokens
-    stop = np.minimum(start + max_tokens, lengths[of])
-    return Pieces(stop - start, (of, start, stop), none, none)
-
-
-def cut_out(example: Any, start: int, stop: int, length: int) -> Any:
-    if not isinstance(example, Mapping):
-        _require_length(example, length)
-        return example[start:stop]
-    if "input_ids" in example:
-        _require_length(example["input_ids"], length)
-    if (start, stop) == (0, length):
-        return example
-    return {key: value[start:stop] if _length(value) == length else value for key, value in example.items()}
-
-
-def _require_length(tokens: object, length: int) -> None:
-    if _length(tokens) != length:
-        raise PackingError(
-            f"an example was planned as {length} tokens, but has {_length(tokens)}. Plan again, with the "
-            "lengths of this dataset's examples."
-        )
-
-
-def _length(value: object) -> int | None:
-    single = isinstance(value, str) or getattr(value, "ndim", 1) == 0  # a tensor without dimensions has __len__ too
-    return len(value) if isinstance(value, Sized) and not single else None

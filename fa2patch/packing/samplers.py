@@ -15,9 +15,10 @@ from torch.utils.data import Sampler
 
 from ..errors import PackingError
 from . import epochs
-from .dealing import ATTENTION_COST, capped, check_attention_cost, example_costs
+from .budget import as_lengths, check_budget, check_policy, longer, without_tokens
+from .dealing import ATTENTION_COST, check_attention_cost, example_costs
 from .epochs import Epoch
-from .plans import MINI_BATCHES, as_lengths, check_budget, plan, without_tokens
+from .plans import MINI_BATCHES, plan
 from .strategies import Ints
 
 ALL_RANKS = "all"
@@ -138,12 +139,8 @@ class PackedBatchSampler(Sampler[list[int]]):
     ) -> None:
         self.lengths = as_lengths(lengths)
         self.num_replicas, self.rank = replicas_and_rank(num_replicas, rank, ranks_per_row)
-        policies = ("error", "drop", "alone") if strategy == MINI_BATCHES else ("error", "drop")
-        if too_long not in policies:
-            raise PackingError(
-                f"too_long: expected {' or '.join(map(repr, policies))}, found {too_long!r}. Cut the dataset before it "
-                "is sampled."
-            )
+        self._policies = ("error", "drop", "alone") if strategy == MINI_BATCHES else ("error", "drop")
+        check_policy(too_long, self._policies, " Cut the dataset before it is sampled.")
         if window < 1:
             raise PackingError(f"window: expected at least one step, found {window}.")
         self._asked: dict[str, Any] = {"max_tokens": max_tokens, "strategy": strategy, "too_long": too_long}
@@ -176,11 +173,9 @@ class PackedBatchSampler(Sampler[list[int]]):
             return plan(self.lengths, seed=None, **self._asked).dropped
         if self._asked["max_tokens"] is None:
             return np.empty(0, np.int64)
-        budget = check_budget(self._asked["max_tokens"])
-        if self._asked["too_long"] == "drop":
-            return np.flatnonzero(self.lengths > budget)
-        capped(self.lengths, budget, self._asked["too_long"])
-        return np.empty(0, np.int64)
+        policy = self._asked["too_long"]
+        found = longer(self.lengths, check_budget(self._asked["max_tokens"]), policy, self._policies)
+        return found if policy == "drop" else found[:0]
 
     @property
     def sampler(self) -> PackedBatchSampler:

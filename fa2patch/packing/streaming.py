@@ -13,7 +13,8 @@ import torch
 from torch.utils.data import IterableDataset
 
 from ..errors import PackingError
-from .plans import as_lengths, check_budget, check_policy, cut, cut_out, plan
+from .budget import as_lengths, check_budget, check_policy, cut, cut_out
+from .plans import plan
 from .reading import START, Place, Reader, Source, StreamPart, check_ranks, this_part, this_rank
 
 
@@ -238,12 +239,7 @@ class _Iteration:
         if length < 1:
             stream.empty += 1
             return []
-        if stream._too_long == "error":
-            raise PackingError(
-                f"example {number} of the stream has {length} tokens, but max_tokens is {stream.max_tokens}. Raise "
-                "it, or choose too_long='split', 'truncate' or 'drop'."
-            )
-        found = cut(as_lengths([length]), stream.max_tokens, stream._too_long)
+        found = cut(as_lengths([length]), stream.max_tokens, stream._too_long, first=number)
         stream.dropped += len(found.dropped)
         stream.truncated += len(found.truncated)
         assert found.cuts is not None, "the example is longer than max_tokens"

@@ -11,7 +11,7 @@ import torch
 
 from .._types import Model
 from ..errors import BadArgument, Fa2PatchError, StaysPadded
-from ..packing.plans import check_budget
+from ..packing.budget import check_budget
 from ..packing.still_shapes import StillShapes
 from ..padded.batches import PaddedBatches
 from ..patch.applying import apply

@@ -23,13 +23,12 @@ from .._types import Call
 from ..documents.boundaries import Boundaries
 from ..documents.names import LENGTHS, MEDIA, PARENTS
 from ..errors import OverBudget
-from ..packing.dealing import capped
+from ..packing.budget import PASSES, check_budget, check_policy
 from ..packing.passes import Counts, Units, agreed, of_units
-from ..packing.plans import check_budget
 from ..packing.still_shapes import PLAIN, StillShapes
 from . import attached, caches
 from .find_models import is_sharded
-from .forward import thread
+from .forward import prepare, thread
 from .packed_mask import PackedMask
 from .step import Step
 
@@ -47,7 +46,7 @@ class Budget:
 
     def __post_init__(self) -> None:
         check_budget(self.max_tokens)
-        capped(np.zeros(0, np.int64), self.max_tokens, self.too_long)
+        check_policy(self.too_long, PASSES)
 
     def _warn(self, why: str) -> None:
         if why not in self.warned:
@@ -59,26 +58,26 @@ class Budget:
                 stacklevel=2,
             )
 
-    def computed(self, step: Step, compute: Callable[[Step], Any]) -> Any:
+    def computed(self, step: Step) -> Any:
         # `step` has found its boundaries and has not begun to prepare its call.
         if not step.role.innermost or thread.proves:
-            return compute(step)
+            return _compute(step)
         if step.captured:
             rows = step.mask.shape[0] * step.mask.shape[1] if step.mask is not None else 0
-            return outside_graphs(self._computed, step, compute) if rows > self.max_tokens else compute(step)
-        return self._computed(step, compute)
+            return outside_graphs(self._computed, step) if rows > self.max_tokens else _compute(step)
+        return self._computed(step)
 
-    def _computed(self, step: Step, compute: Callable[[Step], Any]) -> Any:
+    def _computed(self, step: Step) -> Any:
         passes = self._passes(step)
         if len(passes) < 2 and not (passes and self.shapes):
-            return compute(step)
+            return _compute(step)
         assert step.mask is not None
         try:
-            return _in_passes(step, step.mask, passes, compute)
+            return _in_passes(step, step.mask, passes)
         except _NotForTokens as error:
             self._whole = str(error)
             self._warn(self._whole)
-            return compute(step)
+            return _compute(step)
 
     def _passes(self, step: Step) -> list[Pass]:
         # The result is empty for a batch that cannot be cut, or need not be.
@@ -90,17 +89,20 @@ class Budget:
             why = "it says nothing of documents" if mask is None else self._whole or _why_whole(step, mask)
             if mask is not None and not why:
                 found = _cut(mask.boundaries, self, together)
-            else:
-                if together:
-                    agreed(0, why)
-                if over:
-                    self._warn(why)
+            elif together:
+                agreed(0, why)
+            if why and over:
+                self._warn(why)
         if mask is not None and torch.is_grad_enabled() and self.counts is not None:
             lengths = sum(len(each.tokens) for each in found) or tokens
             came = getattr(step.call.get("position_ids"), attached.PADDING, None)
             padded_tokens = tokens if came is None else came.content
             self.counts.add(np.array(mask.boundaries.lengths), max(len(found), 1), lengths, padded_tokens)
         return found
+
+
+def _compute(step: Step) -> Any:
+    return prepare(step)(step, step.mask)
 
 
 class Pass(NamedTuple):
@@ -185,21 +187,13 @@ def _pass(units: Sequence[_Unit], whole: Boundaries, shapes: StillShapes) -> Pas
         parents += [parent if parent < 0 else parent + len(parents) for parent in unit.parents]
     device, with_padding = whole.cu_seqlens.device, shapes.documents(lengths)
     tokens = np.append(tokens, np.full(sum(with_padding) - len(tokens), tokens[0]))
-    ends = shapes.ends(with_padding)
-    tree = any(parent >= 0 for parent in parents)
-    return Pass(
-        tokens,
-        Boundaries(
-            torch.from_numpy(ends).to(device),
-            shapes.longest(with_padding),
-            whole.positions,
-            tuple(np.diff(ends).tolist()),
-            torch.tensor(parents, dtype=torch.int32).to(device) if tree else None,
-        ),
-    )
+    ends, longest = shapes.ends(with_padding), shapes.longest(with_padding)
+    tree = torch.tensor(parents, dtype=torch.int32).to(device) if max(parents) >= 0 else None
+    own = torch.from_numpy(ends).to(device), longest, whole.positions, tuple(np.diff(ends).tolist()), tree
+    return Pass(tokens, Boundaries(*own))
 
 
-def _in_passes(step: Step, mask: PackedMask, passes: Sequence[Pass], compute: Callable[[Step], Any]) -> Any:
+def _in_passes(step: Step, mask: PackedMask, passes: Sequence[Pass]) -> Any:
     of_devices = {parameter.device: parameter for parameter in step.module.parameters()}.values()
     again, compiler, outputs = len(passes) > 1 and torch.is_grad_enabled(), _graphs.compiler, []
     calls: list[list[Any]] = []
@@ -213,7 +207,7 @@ def _in_passes(step: Step, mask: PackedMask, passes: Sequence[Pass], compute: Ca
                 calls.append(mask.calls)
                 return _compiled(own, part, compiler)
             with autocast_uncached():  # else the gradients of several passes would be added up in half precision
-                output = compute(own)
+                output = _compute(own)
             step.kept = own.kept
             calls.append(own.mask.calls)
             return output
@@ -307,12 +301,12 @@ def _part_of(step: Step, mask: PackedMask, part: Pass, tokens: torch.Tensor) -> 
     }
     call: Call = {}
     for name, value in step.call.items():
-        if name in _LEFT_OUT and not _is_mask(value):  # Mamba's mask comes as its cache_position
-            continue
-        if isinstance(value, PackedMask):
+        if isinstance(value, PackedMask):  # Mamba's mask comes as its cache_position
             value = new if value is mask else its(value)
         elif _is_mask(value):
             value = {kind: new if each is mask else its(each) for kind, each in value.items()}
+        elif name in _LEFT_OUT:
+            continue
         elif isinstance(value, torch.Tensor):
             value = attached.attach_again(value, own(name, value), riding)
         call[name] = value
@@ -342,8 +336,7 @@ def _joined(outputs: Sequence[Any], passes: Sequence[Pass], shape: tuple[int, in
         joined = {key: _joined([each[key] for each in outputs], passes, shape, key) for key in first}
         return type(first)(**joined)
     if isinstance(first, (tuple, list)):
-        columns = enumerate(zip(*outputs))
-        return type(first)(_joined(column, passes, shape, f"{name}[{at}]") for at, column in columns)
+        return type(first)(_joined(each, passes, shape, f"{name}[{at}]") for at, each in enumerate(zip(*outputs)))
     if isinstance(first, PackedMask):  # RWKV hands it on as its state
         return None
     if first is None or isinstance(first, (bool, int, float, str)):

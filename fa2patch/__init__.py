@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from .data.collators import DataCollatorWithFlattening
     from .data.completion_only import DataCollatorForCompletionOnlyLM
     from .data.multimodal import DataCollatorForMultimodalFlattening
-    from .trainers.packed_trainer import packed_trainer
     from .documents.boundaries import Boundaries
     from .documents.find import boundaries
     from .errors import Fa2PatchError
@@ -45,6 +44,7 @@ if TYPE_CHECKING:
     from .patch.state import Patch
     from .proof.result import Verification
     from .proof.verify import verify
+    from .trainers.packed_trainer import packed_trainer
     from .upstream.architectures import Architecture, architectures, register
 else:
     _PLACES = {

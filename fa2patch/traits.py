@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 from .documents.boundaries import Boundaries
@@ -25,10 +24,3 @@ def documents_of(position_ids: Any) -> Boundaries | None:
     """
     found: Boundaries | None = attached.take(position_ids, attached.DOCUMENTS)
     return found
-
-
-def __getattr__(name: str) -> Any:
-    if name == "Looked":
-        warnings.warn("fa2patch.traits.Looked is called ModelLayers.", FutureWarning, stacklevel=2)
-        return ModelLayers
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -20,14 +20,14 @@ PACKAGES = (
 
 
 def pytest_collection_finish(session):
-    """Leave what the imports made out of later collections, which then take milliseconds instead of a second."""
+    # What the imports made is left out of later collections, which then take milliseconds instead of a second.
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
 def versions(record_testsuite_property):
-    """A report says which packages it was made with. ``compat_matrix.ecosystem`` keeps that."""
+    # The report says which packages it was made with, and ``compat_matrix.ecosystem`` keeps that.
     record_testsuite_property("python", platform.python_version())
     for package in PACKAGES:
         try:
@@ -38,7 +38,7 @@ def versions(record_testsuite_property):
 
 @pytest.fixture
 def finding(record_property):
-    """What a test found, for its report. ``compat_matrix.ecosystem`` keeps it as evidence."""
+    # ``compat_matrix.ecosystem`` keeps a test's finding as evidence.
     found = {}
     yield found
     record_property("finding", json.dumps(found))
@@ -52,7 +52,7 @@ def deterministic():
 
 @pytest.fixture(autouse=True)
 def patches_end_with_their_test():
-    """A forgotten model keeps the bindings of its class until it is collected, in the middle of a later test."""
+    # A forgotten model keeps the bindings of its class until it is collected, in the middle of a later test.
     of_fixtures = binding.users()
     yield
     for user in binding.users() - of_fixtures:
@@ -63,7 +63,7 @@ def patches_end_with_their_test():
 
 @pytest.fixture(autouse=True)
 def no_accelerate_state_left_over():
-    """Accelerate keeps its state for the whole process, so one test would determine the precision of the next."""
+    # Accelerate keeps its state for the whole process, so one test would determine the precision of the next.
     yield
     if "accelerate.state" in sys.modules:
         sys.modules["accelerate.state"].AcceleratorState._reset_state(reset_partial_state=True)

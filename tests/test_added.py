@@ -39,7 +39,7 @@ BROKEN = "[fa2patch.kernels]\nabsent = their_module:absent\n" + GOOD.partition("
 
 
 def install(folder: Path, points: str) -> None:
-    """Write what an installed package has into a folder."""
+    # The folder gets what an installed package has.
     info = folder / "their_package-1.2.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: their-package\nVersion: 1.2\n")

@@ -1,4 +1,4 @@
-"""Imports in fa2patch point one way, from the command line down to the ground floor. No package has a circle."""
+"""Imports in fa2patch point one way, from the command line down to the ground floor, and no package has a circle."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_a_module_imports_from_its_room_and_from_below(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("package", ["fa2patch", "compat_matrix"])
 def test_there_is_no_circle(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """import-linter's own contract counts circles of folders. Here a circle is one of modules."""
+    # import-linter's own contract counts circles of folders. Here a circle is one of modules.
     grimp = pytest.importorskip("grimp", reason="import-linter needs Python 3.11")
     monkeypatch.syspath_prepend(ROOT)
     graph = grimp.build_graph(package, cache_dir=None)
@@ -51,18 +51,16 @@ def test_importing_fa2patch_loads_only_what_apply_needs() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
+# What the import may cost after torch and Transformers, a little more than it does: 15,300 calls in Python 3.11.
 MOST_CALLS, MOST_MODULES = 16_500, 69
-"""What the import may cost after torch and Transformers, a little more than it does: 15,300 calls in Python 3.11."""
 
 
 def test_the_import_costs_few_calls() -> None:
-    """Every process pays for the import: ranks, workers that load data, and programs that patch nothing in the end.
-
-    A module costs a hundred calls besides its own, a data class up to 300, an operator of torch 340 and the first one
-    20,000. If this fails, ``python -X importtime -c "import torch, transformers, fa2patch"`` shows what is new. What
-    few models need is imported where a model is found to need it, and an operator is defined by ``operator_later`` of
-    ``fa2patch/_torch.py``. Raise the numbers only for what every model needs.
-    """
+    # Every process pays for the import: ranks, workers that load data, and programs that patch nothing in the end.
+    # A module costs a hundred calls besides its own, a data class up to 300, an operator of torch 340 and the first one
+    # 20,000. If this fails, ``python -X importtime -c "import torch, transformers, fa2patch"`` shows what is new. What
+    # few models need is imported where a model is found to need it, and an operator is defined by ``operator_later`` of
+    # ``fa2patch/_torch.py``. Raise the numbers only for what every model needs.
     found = own_time.of_import(1)
     assert found["import: calls"] <= MOST_CALLS and found["import: modules"] <= MOST_MODULES, found
 

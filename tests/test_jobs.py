@@ -1,7 +1,4 @@
-"""Every job of the GitHub workflows runs on a machine that has nothing installed, except those of ``NOT_HERE``.
-
-UV_TORCH_BACKEND is left out where pip has find-links: it names an index of torch's own, which a closed network lacks.
-"""
+"""Every job of the GitHub workflows runs on a machine that has nothing installed, except those of ``NOT_HERE``."""
 
 import json
 import os
@@ -21,13 +18,14 @@ from compat_matrix import commits, environments, results
 pytestmark = pytest.mark.slow
 
 SMALLEST = "4.34.1"
+# Jobs that cannot be run here, with the reason.
 NOT_HERE = {
     "gpu: gpu": "needs a GPU; tests of gpu_kernels and first_gpu run its commands on a CPU",
     "pages: deploy": "publishes to GitHub Pages",
     "release: publish": "publishes to PyPI",
 }
-"""Jobs that cannot be run here, with the reason."""
 
+# What the expressions of each job's steps stand for.
 VALUES = {
     "tests: tests": {"matrix.python": "3.11"},
     "tests: changed": {"github.event.pull_request.base.sha || github.event.before": "HEAD"},
@@ -43,26 +41,24 @@ VALUES = {
     },
     "release: build": {"github.ref_name": f"v{fa2patch.__version__}"},
 }
-"""What the expressions of each job's steps stand for."""
 
+# The job is README's test command, which .ci/run runs whole. Here it runs two files.
 VARIABLES = {"tests: tests": {"PYTEST_ADDOPTS": "tests/test_package.py tests/test_project.py"}}
-"""The job is README's test command, which .ci/run runs whole. Here it runs two files."""
 
 
 def dated(clone):
-    """Give the version a date in the changelog, as the commit of a release does."""
+    # The commit of a release gives the version a date in the changelog.
     file = clone / "CHANGELOG.md"
     file.write_text(file.read_text(encoding="utf-8").replace("(unreleased)", "(2026-11-23)", 1), encoding="utf-8")
 
 
-PREPARE = {"release: build": dated}
-"""What is changed in a job's clone."""
+PREPARE = {"release: build": dated}  # what is changed in a job's clone
 
+# The step that must fail between releases, if the code is newer than the evidence.
 OF_A_RELEASE = "The evidence is of this code"
-"""The step that must fail between releases, if the code is newer than the evidence."""
 
+# Steps that are not run, because they have a condition: they talk to GitHub, or run only if something is red.
 LEFT_OUT = {"matrix: report": ["An issue that says so, or that it is over", "Red"]}
-"""Steps that are not run, because they have a condition: they talk to GitHub, or run only if something is red."""
 
 
 def jobs():
@@ -72,7 +68,7 @@ def jobs():
 
 
 def code_is_newer():
-    """Whether the code changed after the commits that the cells of the evidence name."""
+    # Whether the code changed after the commits that the cells of the evidence name.
     made = results.read(ROOT / "compat_matrix" / "evidence", environments.versions()).made
     return any(commits.changed(commit) for commit in {one.commit for one in made})
 
@@ -80,6 +76,7 @@ def code_is_newer():
 def run(where, folder, artifacts, without=()):
     variables = dict(VARIABLES.get(where, {}))
     if os.environ.get("PIP_FIND_LINKS"):
+        # The variable names an index of torch's own, which a closed network lacks.
         variables["UV_TORCH_BACKEND"] = None
     values, prepare = VALUES.get(where, {}), PREPARE.get(where, Path.resolve)
     machine = Machine(folder, artifacts, values, variables, without, prepare)
@@ -88,7 +85,7 @@ def run(where, folder, artifacts, without=()):
 
 @pytest.fixture(scope="module")
 def artifacts(tmp_path_factory):
-    """What earlier jobs leave: the distribution of the release, and the evidence of one version."""
+    # Earlier jobs leave the distribution of the release, and the evidence of one version.
     folder = tmp_path_factory.mktemp("jobs") / "artifacts"
     run("release: build", folder.parent / "build", folder, [OF_A_RELEASE])
     evidence = folder / f"evidence-{SMALLEST}"

@@ -33,7 +33,7 @@ def wheel(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def installed(wheel, tmp_path_factory):
-    """Return a folder that holds what pip would put into site-packages."""
+    # The folder holds what pip would put into site-packages.
     folder = tmp_path_factory.mktemp("site-packages")
     zipfile.ZipFile(wheel).extractall(folder)
     return folder

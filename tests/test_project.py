@@ -54,15 +54,15 @@ def test_public_names_are_there_and_in_the_reference():
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 FOLDERS = (".ci", ".conda", ".github", "compat_matrix", "docs", "examples", "fa2patch", "tests")
 WRITTEN = ("", ".html", ".jinja", ".json", ".md", ".py", ".svg", ".toml", ".yaml", ".yml")
+# A repository or a site that is this project's, by its own name or by its owner's.
 ADDRESS = re.compile(
     r"(?:github\.com|githubusercontent\.com|uses:) *[/ ]((?:[\w-]+/fa2patch|fa2patch/[\w-]+))(?![\w-])"
     r"|([\w-]+\.github\.io/fa2patch)(?![\w-])"
 )
-"""A repository or a site that is this project's, by its own name or by its owner's."""
 
 
 def texts(root):
-    """The paths and texts of everything that is written by hand or made from it."""
+    # The paths and texts of everything that is written by hand or made from it.
     written = [*root.glob("*.md"), *root.glob("*.toml")]
     written += [file for folder in FOLDERS for file in (root / folder).rglob("*")]
     for file in written:
@@ -72,7 +72,7 @@ def texts(root):
 
 
 def addresses(root):
-    """Every address of the project outside pyproject.toml: where it stands, and the repository or the site."""
+    # Every address of the project outside pyproject.toml: where it stands, and the repository or the site.
     return [
         (path, found[1] or found[2])
         for path, text in texts(root)
@@ -82,7 +82,6 @@ def addresses(root):
 
 
 def home(root):
-    """The repository and the site that project.urls names."""
     urls = tomllib.loads((root / "pyproject.toml").read_text())["project"]["urls"]
     repository, site = (urls[name].partition("//")[2].rstrip("/") for name in ("Repository", "Homepage"))
     assert all(url.partition("//")[2].startswith((repository, site)) for url in urls.values())
@@ -112,7 +111,7 @@ def test_addresses_into_the_repository_and_the_site_name_files_that_exist():
 
 
 def test_readme_has_absolute_links_and_pictures_only():
-    """PyPI shows README too, and resolves no relative address. An anchor of README itself works in both places."""
+    # PyPI shows README too, and resolves no relative address. An anchor of README itself works in both places.
     targets = re.findall(r"\]\(([^)\s]+)", README) + re.findall(r"\b(?:href|src|srcset)=[\"']([^\"']+)", README)
     assert targets
     assert [target for target in targets if not target.startswith(("https://", "#"))] == []

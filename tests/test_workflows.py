@@ -31,16 +31,16 @@ CALLS = [
 OURS = [call for call in CALLS if call[1].startswith("compat_matrix")]
 every_workflow = pytest.mark.parametrize("name", WORKFLOWS)
 
+# What a job may do beyond reading. The tokens of the last two change what the public sees.
 RIGHTS = {
     ("matrix", "report"): {"contents": "read", "issues": "write"},
     ("pages", "deploy"): {"pages": "write", "id-token": "write"},
     ("release", "publish"): {"id-token": "write"},
 }
-"""What a job may do beyond reading. The tokens of the last two change what the public sees."""
 
 PUBLISHING = {"actions/download-artifact", "actions/deploy-pages", "pypa/gh-action-pypi-publish"}
+# Actions whose major version is a branch instead of a tag.
 BRANCHES = {"pypa/gh-action-pypi-publish@release/v1"}
-"""Actions whose major version is a branch instead of a tag."""
 
 
 def triggers(workflow):

@@ -1,4 +1,4 @@
-"""What rows of still shapes cost in padding, and how many graphs they need.
+"""What rows of stated shapes cost in padding, and how many graphs they need.
 
 ``python -m compat_matrix.bench.static_shapes`` counts the graphs of a tiny model for 30 layouts of documents, and gives
 the padding of FLAN-like lengths in planned rows, mini-batches and passes of a budget. It takes about two minutes on one
@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 import fa2patch
+from fa2patch.documents.row_shape import RowShape
 from fa2patch.packing import deal, plan
-from fa2patch.packing.still_shapes import StillShapes, rounded_up
 
 from .. import tiny_models
 from ..check.rows import documents
@@ -24,13 +24,15 @@ from .workloads import FLAN
 # the tokens of a full row, and the most documents in it
 LENGTH, MOST = 64, 8
 
-_FIXED = {"max_documents": MOST, "longest_document": LENGTH}
 # options of the collator, by the shapes that they make
 KINDS: dict[str, dict[str, Any]] = {
-    "one shape": {"pad_to_multiple_of": LENGTH, **_FIXED},
-    "powers of two": {"pad_to_multiple_of": "power", **_FIXED},
-    "eighths between powers": {"pad_to_multiple_of": "eighth", **_FIXED},
-    "longest document by powers": {"pad_to_multiple_of": LENGTH, "max_documents": MOST, "longest_document": "power"},
+    name: {"pad_to_multiple_of": to, "max_documents": MOST, "longest_document": longest}
+    for name, to, longest in (
+        ("one shape", LENGTH, LENGTH),
+        ("powers of two", "power", LENGTH),
+        ("eighths between powers", "eighth", LENGTH),
+        ("longest document by powers", LENGTH, "power"),
+    )
 }
 
 BUDGET, BATCH, CUT, COUNT = 4096, 8, 64, 20_000
@@ -74,24 +76,8 @@ def graphs_of(options: dict[str, Any], rows: Iterable[Sequence[int]]) -> int:
 def padding_of(rows: Sequence[int], to: int | str | None, most: int = 0) -> tuple[float, int]:
     # The share of padding, and how many different lengths the padded rows have. With a budget of "most" tokens, no row
     # is padded beyond it.
-    padded = [StillShapes(most, to).length(tokens) if most else rounded_up(tokens, to) for tokens in rows]
+    padded = [RowShape(to, max_tokens=most or None).length(tokens) for tokens in rows]
     return 1 - sum(rows) / sum(padded), len(set(padded))
-
-
-PASSES = f"mini-batches of {CUT} in passes of {BUDGET:,}"
-
-
-def _rows() -> dict[str, list[int]]:
-    lengths = FLAN.draw(COUNT)
-    planned = [sum(lengths[at] for at in row) for row in plan(lengths, BUDGET)]
-    batches = [sum(lengths[at : at + BATCH]) for at in range(0, COUNT, BATCH)]
-    cut = [deal(lengths[at : at + CUT], 1, BUDGET) for at in range(0, COUNT, CUT)]
-    passes = [sum(lengths[at * CUT + one] for one in each) for at, step in enumerate(cut) for each in step.passes[0]]
-    return {
-        f"rows of at most {BUDGET:,} tokens": planned,
-        f"mini-batches of {BATCH}": batches,
-        PASSES: passes,
-    }
 
 
 def main() -> None:
@@ -100,9 +86,17 @@ def main() -> None:
     for kind, options in KINDS.items():
         share, _ = padding_of([sum(row) for row in rows], options["pad_to_multiple_of"])
         print(f"{kind:44} {graphs_of(options, rows):6} {share:7.1%}")
-    for name, tokens in _rows().items():
+    lengths = FLAN.draw(COUNT)
+    planned = [sum(lengths[at] for at in row) for row in plan(lengths, BUDGET)]
+    batches = [sum(lengths[at : at + BATCH]) for at in range(0, COUNT, BATCH)]
+    cut = [deal(lengths[at : at + CUT], 1, BUDGET) for at in range(0, COUNT, CUT)]
+    passes = [sum(lengths[at * CUT + one] for one in each) for at, step in enumerate(cut) for each in step.passes[0]]
+    for name, tokens, budget in (
+        (f"rows of at most {BUDGET:,} tokens", planned, 0),
+        (f"mini-batches of {BATCH}", batches, 0),
+        (f"mini-batches of {CUT} in passes of {BUDGET:,}", passes, BUDGET),
+    ):
         print(f"\n{'FLAN-like, ' + name:44} lengths padding")
-        budget = BUDGET if name == PASSES else 0
         for to in (None, 64, 256, "eighth", "power", budget or max(tokens)):
             share, different = padding_of(tokens, to, budget)
             print(f"{'pad_to_multiple_of=' + repr(to):44} {different:7} {share:7.1%}")

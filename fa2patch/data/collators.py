@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from ..documents.names import IGNORED_LABEL, REAL
+from ..documents.row_shape import RowShape
 from ..errors import CollatorError
-from ..packing.still_shapes import ends_of, rounded_up, stated_longest
 from .columns import (
     IDS,
     LABELS,
@@ -30,14 +30,12 @@ from .columns import (
     integer,
     present,
     read_examples,
-    require_positive,
     require_same_keys,
     restarting,
     shown,
     starts,
 )
 from .loss_weights import check_columns, check_option, weighted
-from .shapes import check_rounding, require_few, require_short
 
 # TRL marks the tokens that are learned in these columns.
 TRLS_MASKS = ("completion_mask", "assistant_masks")
@@ -116,8 +114,7 @@ class DataCollatorWithFlattening:
             integer("separator_id", self.separator_id)
         if self.pad_to_multiple_of is not None:
             integer("pad_token_id", self.pad_token_id)
-        check_rounding("pad_to_multiple_of", self.pad_to_multiple_of)
-        self._check_boundaries()
+        self._check_shape(self._shape)
         if not isinstance(self.loss_masks, Iterable) or isinstance(self.loss_masks, str):
             raise CollatorError(
                 f"loss_masks: expected names of columns, found {shown(self.loss_masks)}. Put it in a list."
@@ -128,11 +125,14 @@ class DataCollatorWithFlattening:
         if self.loss_weights and self.document_labels:
             raise CollatorError("loss_weights are of labels of tokens: leave them out with document_labels=True.")
 
-    def _check_boundaries(self) -> None:
-        check_rounding("longest_document", self.longest_document)
-        require_positive("max_documents", self.max_documents)
+    @property
+    def _shape(self) -> RowShape:
+        # The options may be set later, too.
+        return RowShape(self.pad_to_multiple_of, self.max_documents, self.longest_document, error=CollatorError)
+
+    def _check_shape(self, shape: RowShape) -> None:
         for name in ("max_documents", "longest_document"):
-            if getattr(self, name) is not None and not self.return_flash_attn_kwargs:
+            if getattr(shape, name) is not None and not self.return_flash_attn_kwargs:
                 raise CollatorError(f"{name} is of lengths: set return_flash_attn_kwargs=True, too.")
         if self.max_documents is not None and self.document_labels:
             raise CollatorError("document_labels are as many as the documents: leave max_documents out.")
@@ -188,9 +188,7 @@ class DataCollatorWithFlattening:
         arrays, longest = self._arrays(features, separator)
         batch = of_framework(framework, arrays)
         if self.return_flash_attn_kwargs:
-            stated = stated_longest(longest, self.longest_document)
-            require_short(longest, stated)
-            batch["max_length_q"] = batch["max_length_k"] = stated
+            batch["max_length_q"] = batch["max_length_k"] = self._shape.longest([longest])
         return batch
 
     def with_first_labels(self) -> DataCollatorWithFlattening:
@@ -229,7 +227,12 @@ class DataCollatorWithFlattening:
         else:
             documents = lengths
             row["position_ids"] = restarting(lengths, self.position_ids_start)
-        require_few(len(documents) - (tokens < sum(lengths)), self.max_documents)
+        held = len(documents) - (tokens < sum(lengths))
+        if self.max_documents is not None and held > self.max_documents:
+            raise CollatorError(
+                f"max_documents={self.max_documents}, but a row has {held} documents. Raise max_documents to the most "
+                "that a row may hold (of a packing.plan: max(map(len, plan))), or put fewer into a row."
+            )
         if self.document_labels:
             labels = _labels_of_documents(targets, documents, lengths, flat.kept)
         else:
@@ -277,7 +280,7 @@ class DataCollatorWithFlattening:
     def _padded(self, flat: Flat) -> tuple[Columns, list[int]]:
         # The lengths are those of the examples, and last that of the padding, if there is any.
         tokens = sum(flat.lengths)
-        length = rounded_up(tokens, self.pad_to_multiple_of) - tokens
+        length = self._shape.length(tokens) - tokens
         if not length:
             return flat.columns, flat.lengths
         row = {key: np.concatenate([values, np.zeros(length, values.dtype)]) for key, values in flat.columns.items()}
@@ -296,9 +299,7 @@ class DataCollatorWithFlattening:
         if self.return_seq_idx:
             arrays["seq_idx"] = np.repeat(np.arange(len(documents), dtype=np.int32), documents)[None]
         if self.return_flash_attn_kwargs:
-            most = self.max_documents
-            entries = most if most is None or self.pad_to_multiple_of is None else most + 1
-            arrays["cu_seq_lens_q"] = ends_of(documents, entries)
+            arrays["cu_seq_lens_q"] = self._shape.ends(documents)
             arrays["cu_seq_lens_k"] = arrays["cu_seq_lens_q"].copy()
         arrays.update({key: values[None] for key, values in row.items() if key not in IDS})
         if self.loss_weights:

@@ -12,8 +12,8 @@ from typing import Any, Union
 import numpy as np
 
 from ..documents.names import IGNORED_LABEL
+from ..documents.row_shape import rounded_up
 from ..errors import CollatorError
-from ..packing.still_shapes import rounded_up
 from .collators import DataCollatorWithFlattening, of_framework
 from .columns import Array, Columns, integer, present, read_examples, shown
 from .loss_weights import check_columns, weighted

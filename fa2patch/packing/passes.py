@@ -17,13 +17,13 @@ import torch.distributed as dist
 
 from ..documents.find import recognise
 from ..documents.names import IGNORED_LABEL, LABELS, LENGTHS, LOSS_LABELS, PARENTS, REAL, TOKENS, MediaRow
+from ..documents.row_shape import PLAIN, RowShape
 from ..documents.stated import from_cu_seqlens
 from ..errors import PackingError
 from .budget import as_lengths, capped, check_budget
 from .dealing import deal, example_costs
 from .plans import plan
 from .samplers import imbalance
-from .still_shapes import PLAIN, StillShapes
 from .strategies import Ints
 from .streaming import token_count
 
@@ -39,7 +39,7 @@ class Units:
     learned: Ints | None
     take: Callable[[Ints], Any]  # makes a batch of the same kind from some units, in ascending order
     padded: bool = False  # a pass is as wide as its longest unit, so that units of near lengths share one
-    shapes: StillShapes = PLAIN  # of what ``take`` makes
+    shapes: RowShape = PLAIN  # of what ``take`` makes
     most: int | None = None  # the most units of a pass; None for any number
     padded_tokens: int = 0  # of the batch with its padding
 
@@ -96,7 +96,7 @@ class Counts:
     """What was computed in passes since the last log."""
 
     def __init__(self) -> None:
-        # ``lengths`` are tokens of passes with the padding of still shapes, and ``padded_tokens`` those that batches
+        # ``lengths`` are tokens of passes with the padding of stated shapes, and ``padded_tokens`` those that batches
         # came with.
         self.batches = self.passes = self.tokens = self.lengths = self.padded_tokens = 0
         self.costs: list[float] = []  # of each batch on this rank: tokens and attention
@@ -109,7 +109,7 @@ class Counts:
 
     def logs(self, seconds: float, still: bool) -> dict[str, float]:
         # All ranks must call this together. ``seconds`` are those since the last log, and ``still`` says whether passes
-        # have the padding of still shapes.
+        # have the padding of stated shapes.
         found = {
             "passes_per_batch": round(self.passes / self.batches, 3),
             "tokens_per_second": round(self.tokens / seconds, 1),
@@ -184,7 +184,7 @@ def passes(
             than ``longest_document``; the batch is none of the three, or holds something whose part of a pass is not
             known; or the shapes of passes are to stand still, and the batch is no packed row.
     """
-    shapes = StillShapes(check_budget(max_tokens), pad_to_multiple_of, max_documents, longest_document)
+    shapes = RowShape(pad_to_multiple_of, max_documents, longest_document, check_budget(max_tokens))
     return of_units(units_of(batch, shapes), max_tokens, too_long, every_rank)
 
 
@@ -274,7 +274,7 @@ def _without_labels(batch: Any) -> Any:
 # --- batches as units ------------------------------------------------------------------------------------------------
 
 
-def units_of(batch: Any, shapes: StillShapes = PLAIN) -> Units:
+def units_of(batch: Any, shapes: RowShape = PLAIN) -> Units:
     if not isinstance(batch, Mapping):
         return _of_examples(batch, shapes)
     ids = next((batch[name] for name in TOKENS if isinstance(batch.get(name), torch.Tensor)), None)
@@ -293,7 +293,7 @@ def units_of(batch: Any, shapes: StillShapes = PLAIN) -> Units:
     return _of_rows(batch)
 
 
-def _of_examples(batch: Any, shapes: StillShapes) -> Units:
+def _of_examples(batch: Any, shapes: RowShape) -> Units:
     if shapes.pad_to_multiple_of is not None or shapes.longest_document is not None:
         raise PackingError(
             "pad_to_multiple_of, longest_document: expected a packed row, found a list of examples, whose passes you "
@@ -331,7 +331,7 @@ def _documents(batch: Mapping[str, Any], ids: torch.Tensor) -> list[int] | None:
     return None if found is None else list(found.lengths)
 
 
-def _of_row(batch: Mapping[str, Any], ids: torch.Tensor, lengths: list[int], shapes: StillShapes) -> Units:
+def _of_row(batch: Mapping[str, Any], ids: torch.Tensor, lengths: list[int], shapes: RowShape) -> Units:
     sizes = np.array(lengths, np.int64)
     ends = np.cumsum(sizes)
     starts = ends - sizes
@@ -392,7 +392,7 @@ def _row(
     starts: Ints,
     ends: Ints,
     documents: Ints,
-    shapes: StillShapes,
+    shapes: RowShape,
 ) -> Any:
     tokens = torch.from_numpy(np.concatenate([np.arange(starts[one], ends[one]) for one in documents]))
     row = {}
@@ -420,12 +420,12 @@ def _with_media(batch: MediaRow, row: dict[str, Any], documents: Ints) -> MediaR
     return MediaRow(row, parts)
 
 
-def _lengths(batch: Mapping[str, Any], lengths: list[int], shapes: StillShapes, device: torch.device) -> dict[str, Any]:
+def _lengths(batch: Mapping[str, Any], lengths: list[int], shapes: RowShape, device: torch.device) -> dict[str, Any]:
     with_padding = shapes.documents(lengths)
     ends, sizes = torch.from_numpy(shapes.ends(with_padding)), torch.tensor(with_padding)
     numbers = torch.repeat_interleave(torch.arange(len(sizes), dtype=torch.int32), sizes)[None]
     found: dict[str, Any] = {"seq_idx": numbers, "cu_seq_lens_q": ends, "cu_seq_lens_k": ends.clone()}
-    # A pass states lengths under the names that the batch uses, and for still shapes under all names.
+    # A pass states lengths under the names that the batch uses, and for stated shapes under all names.
     stated = [name for name in LENGTHS if batch.get(name) is not None or (shapes and name in _STATED)]
     found = {name: value.to(device) for name, value in found.items() if name in stated}
     found |= {name: shapes.longest(with_padding) for name in ("max_length_q", "max_length_k") if name in stated}

@@ -104,7 +104,7 @@ def apply(
     return patch
 
 
-def budget_of(max_tokens: int, too_long: str, shapes: Any = None) -> Budgeted:  # shapes: a StillShapes
+def budget_of(max_tokens: int, too_long: str, shapes: Any = None) -> Budgeted:  # shapes: a RowShape
     from ..upstream import passes  # and with it the packing, which few models need
 
     return passes.Budget(max_tokens, too_long, *([] if shapes is None else [shapes]))

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 
 from .._types import Model
+from ..documents.row_shape import RowShape
 from ..errors import BadArgument, Fa2PatchError, StaysPadded
 from ..packing.budget import check_budget
-from ..packing.still_shapes import StillShapes
 from ..padded.batches import PaddedBatches
 from ..patch.applying import apply
 from ..patch.padding import pack_padded_batches
@@ -116,7 +116,14 @@ def packed_trainer(
             "Make the trainer from what packed_trainer returns: packed_trainer(trl.GRPOTrainer)(model, ...)."
         )
     parent: Any = base
-    shapes = _still_shapes(max_tokens, pad_to_multiple_of, max_documents, longest_document)
+    budget = None if max_tokens is None else check_budget(max_tokens)
+    shapes = RowShape(pad_to_multiple_of, max_documents, longest_document, budget)
+    if budget is None and shapes:
+        raise BadArgument(
+            "pad_to_multiple_of, max_documents, longest_document: expected max_tokens, too, because these are of the "
+            "passes of a budget, found none. Give max_tokens, or let the collator pad: "
+            "fa2patch.DataCollatorWithFlattening."
+        )
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         if max_tokens is not None:  # before a model becomes an attribute
@@ -141,18 +148,6 @@ def packed_trainer(
 
     members = {"__init__": __init__, "__setattr__": __setattr__, "__doc__": packed_trainer.__doc__, PACKS: True}
     return type(f"Packed{parent.__name__}", (parent,), members)
-
-
-def _still_shapes(max_tokens: int | None, *shapes: Any) -> StillShapes | None:
-    if max_tokens is not None:
-        return StillShapes(check_budget(max_tokens), *shapes)
-    if any(each is not None for each in shapes):
-        raise BadArgument(
-            "pad_to_multiple_of, max_documents, longest_document: expected max_tokens, too, because these are of the "
-            "passes of a budget, found none. Give max_tokens, or let the collator pad: "
-            "fa2patch.DataCollatorWithFlattening."
-        )
-    return None
 
 
 def _refuse_packed_rows(trainer: Any, parent: type[Any]) -> None:

@@ -19,9 +19,9 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from .._torch import eagerly
+from ..documents.row_shape import PLAIN, RowShape
 from ..errors import Fa2PatchError
 from ..packing.passes import Counts, Passes, of_units, units_of
-from ..packing.still_shapes import PLAIN, StillShapes
 from ..patch.applying import budget_of, status
 from ..patch.model_plan import ModelPlan
 from ..patch.state import Patch
@@ -38,7 +38,7 @@ Loss = Callable[[Any], torch.Tensor]  # a trainer's loss of a batch
 class TokenBudget:
     """Computes the training steps of a trainer in passes of at most ``max_tokens`` tokens."""
 
-    def __init__(self, max_tokens: int, too_long: str = "error", shapes: StillShapes | None = None) -> None:
+    def __init__(self, max_tokens: int, too_long: str = "error", shapes: RowShape | None = None) -> None:
         self.max_tokens, self.too_long, self.shapes = max_tokens, too_long, shapes or PLAIN
         self.counts, self._since = Counts(), time.perf_counter()
         # why the loss sees the whole batch; empty if passes are computed once, None before the first batch

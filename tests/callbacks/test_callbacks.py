@@ -1,4 +1,4 @@
-"""The callbacks of Trainer and Lightning: what they patch, and their errors. tests/integrations trains with them."""
+"""What the callbacks of Trainer and Lightning patch, and their errors; tests/integrations trains with them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_the_class_is_a_callback_too(tmp_path: Any) -> None:
 
 
 def test_each_training_patches_the_model_that_it_has(tmp_path: Any) -> None:
-    """Trainer calls ``model_init`` again in ``train``, which trains no step here."""
+    # ``train`` calls ``model_init`` again, and trains no step here.
     made = []
 
     def make() -> Any:
@@ -83,12 +83,13 @@ def test_a_batch_that_was_evaluated_unpatched_is_an_error() -> None:
 
 
 class Parent:
-    """In the place of Lightning's ``Callback``, which is not installed here. The slow tests use Lightning's own."""
+    # It stands in the place of Lightning's ``Callback``, which is not installed here. The slow tests use the real one.
+    pass
 
 
 @pytest.fixture
 def lightning(monkeypatch: Any) -> Any:
-    """Return the class of the callback as it is where Lightning is installed."""
+    """The callback's class as it is where Lightning is installed."""
     monkeypatch.setattr(module_of_lightning, "_BASES", (Parent,))
     return module_of_lightning.LightningCallback
 

@@ -47,7 +47,7 @@ def test_a_model_that_an_older_version_refuses_says_why(monkeypatch):
 
 @pytest.fixture
 def unchecked(monkeypatch):
-    """A release without evidence; returns the newest minor that has some."""
+    # A release without evidence: the fixture returns the newest minor that has some.
     monkeypatch.setattr(sys.modules["transformers"], "__version__", "9.9.0")
     return evidence.minors()[-1]
 

@@ -35,7 +35,7 @@ def matrix(*arguments):
 
 @pytest.fixture
 def finding(monkeypatch):
-    """Return a function that replaces the checks in environments by these cells, and gives the calls."""
+    # The checks in environments are replaced by given cells, and their calls are returned.
     asked = []
 
     def set_up(cells):
@@ -136,7 +136,7 @@ def test_a_folder_is_called_by_its_name(tmp_path):
 
 
 def alone(before=""):
-    """Import the command line's module in a separate process."""
+    # A process of its own: this one has the command line imported already.
     code = f"""import sys
 {before}
 import fa2patch.cli.commands

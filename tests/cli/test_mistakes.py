@@ -1,4 +1,4 @@
-"""Mistakes on the command line end with one sentence and exit code 2, before anything is built. No hub is asked."""
+"""Mistakes on the command line end with one sentence and exit code 2, before anything is built or a hub is asked."""
 
 import sys
 import time
@@ -20,8 +20,6 @@ from fa2patch.cli import models
 
 @pytest.fixture(autouse=True)
 def nothing_is_built(monkeypatch):
-    """Fail if an environment is made."""
-
     def build(*arguments, **options):
         raise AssertionError("an environment was made")
 
@@ -37,7 +35,6 @@ def online(monkeypatch):
 
 
 def fails(*arguments):
-    """Return what a command says that exits with 2, on one line."""
     result = run(*arguments)
     assert result.exit_code == 2 and isinstance(result.exception, SystemExit), (result.output, result.exception)
     return on_one_line(result.output)

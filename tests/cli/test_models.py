@@ -57,7 +57,7 @@ def test_files_and_folders(folder):
 
 
 def test_a_path_that_is_not_there_is_no_name_on_the_hub(tmp_path):
-    """Also with ``--pretrained``, which says that a name without a slash is of the hub."""
+    # ``--pretrained`` says that a name without a slash is of the hub.
     with pytest.raises(click.BadParameter, match="found nothing"):
         models.resolve(str(tmp_path / "none"), pretrained=True)
 

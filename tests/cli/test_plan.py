@@ -21,7 +21,6 @@ def run(*arguments: object) -> Any:
 
 
 def files(folder: Path) -> dict[str, Path]:
-    """The same lengths in each format."""
     rows = [{"input_ids": [1] * int(length)} for length in LENGTHS]
     (folder / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
     (folder / "lengths.json").write_text(json.dumps(LENGTHS.tolist()))

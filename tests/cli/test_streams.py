@@ -26,7 +26,6 @@ every_command = pytest.mark.parametrize("line", LINES, ids=" ".join)
 
 @pytest.fixture
 def shell(tmp_path):
-    """Run a command with a redirection of the shell, and with variables of the environment."""
     (tmp_path / "lengths.txt").write_text("5 6 7 100")
 
     def started(line, redirected="", **variables):

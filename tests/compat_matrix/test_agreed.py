@@ -16,8 +16,6 @@ ONE_LESS = {**GOOD, "ok": GOOD["ok"] - 1}
 
 @pytest.fixture
 def compare(tmp_path, capsys):
-    """Return a function that compares a fresh cell with ``CELL`` and gives the exit code and the lines."""
-
     def compare(fresh, name="llama"):
         for folder, cells in (("fresh", {name: fresh}), ("committed", {"llama": CELL, "phi": CELL})):
             (tmp_path / folder).mkdir(exist_ok=True)

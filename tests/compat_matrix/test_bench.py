@@ -1,4 +1,4 @@
-"""The bench counts and computes what it claims. No test depends on how long anything takes."""
+"""The bench counts and computes what it claims; no test depends on how long anything takes."""
 
 import gc
 import os
@@ -104,7 +104,7 @@ def test_fa2patch_reads_once_whatever_the_layers_and_not_at_all_with_lengths(lay
 
 
 def test_a_packed_row_and_the_collators_agree():
-    """The row in which reads are counted is the one that the points pack."""
+    # Reads are counted in the row that the points pack.
     expected = pack(documents(*syncs.DOCUMENTS))
     assert all(torch.equal(syncs.row(False)[name], value) for name, value in expected.items())
 
@@ -139,7 +139,7 @@ SLOW = tuple(part for part in bench.PARTS if part not in FAST)
 
 
 def test_only_the_file_of_a_part_is_collected(monkeypatch, tmp_path):
-    """``against`` runs today's parts on an older fa2patch, where imports of other files fail."""
+    # ``against`` runs today's parts on an older fa2patch, where imports of other files fail.
     monkeypatch.setattr(pytest, "main", lambda given: chosen.extend(given) or 1)
     for part in bench.PARTS:
         chosen = []
@@ -150,7 +150,7 @@ def test_only_the_file_of_a_part_is_collected(monkeypatch, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("parts", [FAST, SLOW], ids=["fast", "slow"])
 def test_every_part_makes_the_columns_that_are_committed(parts, tmp_path):
-    """The parts in other environments run in this test's own."""
+    # The parts that have other environments run in this test's own.
     code = (
         "import sys, pathlib; from compat_matrix import environments; from compat_matrix.bench.__main__ import main; "
         "environments.make = lambda *unused: pathlib.Path(sys.executable); sys.exit(main(sys.argv[1:]))"
@@ -293,7 +293,7 @@ def test_one_run_of_a_side_and_an_unknown_commit_are_errors(capsys):
 
 @pytest.mark.slow
 def test_a_function_that_is_called_once_more_is_found(tmp_path, monkeypatch, capsys):
-    """The command, on a copy of fa2patch in which every packed forward calls one more function for each layer."""
+    # The copy of fa2patch calls one more function for each layer in every packed forward.
     shutil.copytree(commits.ROOT / "fa2patch", tmp_path / "fa2patch", ignore=against.CACHES)
     with open(tmp_path / "fa2patch" / "upstream" / "packed_mask.py", "a") as file:
         file.write("\n\n_again = PackedMask.attend_again\nPackedMask.attend_again = lambda *given: _again(*given)\n")

@@ -12,7 +12,6 @@ KERNELS = ("flash_attn_3", "flash_attn", "flash_attn_4", "torch_varlen", "effici
 
 @functools.cache
 def traced(name, case):
-    """The counts of a kernel and a case."""
     return dry.trace(*dry.kernels()[name], dry.CASES[case])
 
 
@@ -74,7 +73,6 @@ def test_no_layer_reads_from_the_device(name, case):
 
 
 def test_this_torch_finds_what_is_committed():
-    """The committed rows of this torch's minor, kernel by kernel, and those that it traces now."""
     minor = ".".join(torch.__version__.split(".")[:2])
     every = [version.rpartition(".")[0] for version in dry.TORCH]
     kept = {}

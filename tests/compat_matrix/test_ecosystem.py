@@ -53,7 +53,7 @@ def test_lengths_as_trl_014_to_019_gives_them(patched):
 
 
 def test_a_packed_row_that_does_not_say_so_is_named(patched):
-    """TRL 0.19's padding_free gives such a batch to a model that is not loaded with flash attention."""
+    # TRL 0.19's padding_free gives such a batch to a model that is not loaded with flash attention.
     batch = packed(EXAMPLES)
     batch["attention_mask"] = torch.ones_like(batch.pop("position_ids"))
     with pytest.raises(fa2patch.errors.BadBatch, match="found attention_mask, input_ids, labels"):
@@ -61,7 +61,7 @@ def test_a_packed_row_that_does_not_say_so_is_named(patched):
 
 
 def test_torchs_context_parallelism_is_refused(patched):
-    """The hook removes every layer's mask, without which the row would be computed as one document."""
+    # The hook removes every layer's mask, so the row would be computed as one document.
     from accelerate.big_modeling import _attach_context_parallel_hooks
 
     _attach_context_parallel_hooks(patched)
@@ -288,7 +288,7 @@ def test_a_failure_is_on_the_page_of_long_rows():
 
 
 def test_every_script_of_the_stacks_is_of_an_engine_or_about_architectures():
-    """A script that no column is made of would be missing from the page."""
+    # The page would not show a script that no column is made of.
     for name in (name for name in STACKS if name.startswith(pages.LONG)):
         scripts = {runner.check_of(test) for test in STACKS[name].tests} - {"ulysses_architectures"}
         evidence = {"checks": {script: {"ok": True, "table": {"x": {}}} for script in scripts}}

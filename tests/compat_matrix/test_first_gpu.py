@@ -17,7 +17,7 @@ HEADER = {"commit": "a" * 40, "dirty": False, "torch": "2", "transformers": "5",
 
 @dataclass(frozen=True)
 class Told(gpu.Job):
-    """A job whose outcome is told beforehand, and which notes the seconds that it is given."""
+    """A job whose outcome is told beforehand."""
 
     ran: tuple = ()
     done: bool = True

@@ -13,7 +13,6 @@ MINUTES = range(1, 10)
 
 
 def left(folder):
-    """The two files that a run has left."""
     return figures.read(folder / "first_gpu.json"), (folder / "first_gpu.md").read_text(encoding="utf-8")
 
 

@@ -19,7 +19,7 @@ KEYWORDS = "class TransformersKwargs(TypedDict, total=False):\n    seq_idx: int\
 
 
 def made(folder, release, forwards=None, keywords="cu_seq_lens_q", library="class AttentionMaskConverter: ..."):
-    """Sources of a Transformers whose models have one class with a forward each; its arguments by the folder."""
+    """Write the sources of a Transformers whose models have one class with one forward each."""
     package = folder / release / "src" / "transformers"
     texts = {
         "__init__.py": f'__version__ = "{release}"\n',
@@ -89,7 +89,7 @@ def test_what_is_red(before, tmp_path, change, expected):
 
 
 def test_a_name_that_few_models_had_is_red_when_it_becomes_general(tmp_path):
-    """``cache`` was an argument of Flaubert long before 5.24 gave it to every model."""
+    # ``cache`` was an argument of Flaubert long before 5.24 gave it to every model.
     some = {**EVERY, "flaubert": "input_ids, cache = None"}
     before = made(tmp_path, "9.1.0", some)
     all_of_them = {name: taken.replace("past_key_values", "cache") for name, taken in some.items()}
@@ -122,7 +122,6 @@ def test_a_rename_in_one_model_is_red_if_fa2patch_relies_on_the_old_name(before,
 
 @pytest.fixture
 def watched(monkeypatch, tmp_path, before):
-    """The command line over two sources, with a seen.json of its own; returns what runs it."""
     made(tmp_path, "9.2.0", dict.fromkeys(FOLDERS, FORWARD + ", noise = None"))
     file = tmp_path / "seen.json"
     seen(before).write(file)
@@ -151,7 +150,7 @@ def test_a_person_accepts_a_name_with_a_reason_and_it_is_red_no_longer(watched, 
 
 
 def test_the_committed_file_says_that_5_24_renamed_every_cache():
-    """What the watch says of 5.24 follows from what was seen before it, and not from what is accepted."""
+    # What the watch says of 5.24 follows from what was seen before it, not from what is accepted.
     known = Seen.read()
     (release,) = (each for each in known.since if each.startswith("5.24."))
     had, general = known.before(release)
@@ -207,14 +206,11 @@ MEASURED = (
     "/HISTORY.md", "/RELEASE.md", "/seen.json", "/evidence.json", "/upstream.json", "/versions.toml", "/CHANGELOG.md",
     "/plans.json", ".svg",
 )  # fmt: skip
-"""Files that say what was measured or seen with a release, and the one that says which is the newest."""
 
 
 def test_no_other_file_names_the_newest_release_by_hand():
-    """Commands take ``newest``, and ranges and the tests' pin are kept by :mod:`compat_matrix.follow.newest`.
-
-    What ``compat_matrix.publish`` writes between two comments is made, not written by hand.
-    """
+    # Commands take ``newest``; compat_matrix.follow.newest keeps the ranges and the tests' pin. What
+    # ``compat_matrix.publish`` writes between two comments is generated.
     release = environments.newest().transformers
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
     if listed.returncode:

@@ -9,7 +9,7 @@ from compat_matrix.check.found import ROUNDING, held
 
 
 def off_by(in_float32, in_float64=0.0):
-    """A point whose results are this many tolerances from what is expected."""
+    """A point whose results are so many tolerances away from what is expected."""
 
     def point(cell):
         tried.append(cell.dtype)

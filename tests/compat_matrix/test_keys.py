@@ -105,7 +105,7 @@ PYTHONS = [found for found in map(environments.interpreter, ("3.9", "3.10", "3.1
 
 @pytest.mark.skipif(not PYTHONS, reason="looked for other releases of Python, found none")
 def test_the_same_text_gives_the_same_hashes_in_every_python():
-    """Evidence of one Python is compared with sources that another one parses."""
+    # Evidence of one Python is compared with sources that another one parses.
     read = f"import ast; found = items.read(ast.parse({MODULE!r}))"
     script = f"{read}; print(found.items, sorted((name, sorted(words)) for name, words in found.mentions.items()))"
     here = subprocess.run([sys.executable, "-c", f"from compat_matrix import items; {script}"], capture_output=True)
@@ -238,7 +238,7 @@ def test_keys_are_packed_without_loss():
 
 @pytest.mark.slow
 def test_a_process_records_what_it_calls_what_it_imports_and_what_dynamo_traces(tmp_path):
-    """Threads too; a function that is only defined does not count."""
+    # Calls in threads count too. A function that is only defined does not count.
     for package in ("fa2patch", "compat_matrix"):
         (tmp_path / package).mkdir()
         (tmp_path / package / "__init__.py").write_text("")

@@ -11,6 +11,7 @@ CELLS = ("llama", "jamba", "bert:masked", "llava:picture")
 POINTS = ("packed_row", "every_layout", "nothing_crosses", "refusals", "generation", "lengths")
 ROOT = environments.HERE.parent
 
+# File, text and fault. A file without a text is new. Each fault must turn at least one cell red.
 FAULTS = {
     "a function of all: where documents start": (
         "fa2patch/documents/find.py", "given.real & _breaks(ids, step)", "given.real & (ids < 0)"),
@@ -63,8 +64,8 @@ FAULTS = {
         "fa2patch/documents/find.py", "from __future__ import annotations",
         "from __future__ import annotations\nfrom . import new_file"),
 }  # fmt: skip
-"""File, text and fault. A file without a text is new. Each must turn at least one cell red."""
 
+# After each of these changes every cell is fresh.
 HARMLESS = {
     "a docstring": ("fa2patch/cli/doctor.py", '"""', '"""Other: '),
     "a docstring of what is executed": ("fa2patch/documents/find.py", '"""Finds where', '"""Another text'),
@@ -77,12 +78,11 @@ HARMLESS = {
     "a constant that no cell reads": ("fa2patch/packing/passes.py", "\n\n\nclass ", "\n\nLIMIT = 7\n\n\nclass "),
     "a comment": ("fa2patch/upstream/forward.py", "\n\n\n", "\n\n# here\n\n"),
 }
-"""Changes after which every cell is fresh."""
 
 
 @pytest.fixture(scope="module")
 def copied(tmp_path_factory):
-    """A copy of the code, an environment's Python, and the key of each cell."""
+    # A copy of the code, an environment's Python, and the key of each cell.
     home = tmp_path_factory.mktemp("code")
     ignored = shutil.ignore_patterns("__pycache__", "evidence", "bench", "ecosystem")
     for package in ("fa2patch", "compat_matrix"):
@@ -96,7 +96,7 @@ def copied(tmp_path_factory):
 
 
 def checked(home, python):
-    """Yield each cell: its name, what is red in it, and what it was made with."""
+    """Yield each cell's name, what is red in it, and what it was made with."""
     check = ["compat_matrix.check", "--families", *CELLS, "--points", *POINTS]
     for name, parts in run.lines(python, home, {"without": check}):
         if name:
@@ -127,7 +127,7 @@ def planted(home, file, old, new):
 
 @pytest.mark.parametrize("file, old, new", [*FAULTS.values(), *HARMLESS.values()], ids=[*FAULTS, *HARMLESS])
 def test_what_is_changed_is_still_there(file, old, new):
-    """The slow tests would fail only in the night that follows a change of this text."""
+    # Without this test only the slow tests would fail, in the night after the text was changed.
     assert (ROOT / file).exists() == (old is not None)
     assert old is None or old in (ROOT / file).read_text()
 

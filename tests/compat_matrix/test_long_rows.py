@@ -23,7 +23,7 @@ def test_processes_send_as_many_bytes_as_on_paper(processes):
 
 
 def kept(layers: int, shape: Decoder, tokens: int) -> int:
-    """The bytes that Llama keeps for a backward, weights left out."""
+    """The bytes that Llama keeps for a backward, without the weights."""
     config = transformers.LlamaConfig(
         hidden_size=shape.hidden, intermediate_size=shape.intermediate, num_hidden_layers=layers, vocab_size=9,
         num_attention_heads=shape.heads, num_key_value_heads=shape.key_heads, attn_implementation="sdpa",

@@ -52,8 +52,8 @@ def falling(ids, real, previous, step):
 
 NOT_PLAIN = (find, "is_plain", lambda *given: False)
 PROMPTS = ("shared_prompts", "shared_prompts_checkpointed")
+# Every segment continues the one before it.
 CHAIN = (stated, "_require_tree", lambda cu, *rest: torch.arange(-1, len(cu) - 2, dtype=torch.int32))
-"""Every segment continues the one before it."""
 
 NO_TREE = (stated, "_require_tree", lambda cu, *rest: torch.full_like(cu[1:], -1))
 FAULTS = {
@@ -157,7 +157,7 @@ def test_a_failure_in_either_process_is_one(tmp_path):
 
 
 def test_cells_are_written_one_by_one_and_say_with_which_points_they_were_run(monkeypatch, tmp_path):
-    """An earlier run had fewer points. What is merged into its file does not change what was checked then."""
+    # The earlier run had fewer points. What is merged into its file does not change what was checked then.
     version, file = environments.version("4.46.3"), tmp_path / "4.46.3.json"
     given = argparse.Namespace(
         evidence=tmp_path, environments=tmp_path, points=None, stale=False, all_points=True, rotation=None, chosen=None
@@ -235,7 +235,7 @@ def test_refused_in_one_process_and_patched_in_the_other_is_a_failure(tmp_path):
 
 
 def test_refused_where_transformers_alone_fails_is_not_run(tmp_path):
-    """ESM's class for flash attention in 4.55 calls a method that it does not have."""
+    # ESM's class for flash attention in 4.55 calls a method that it does not have.
     refused = {"refused": "LayerNotPatchable: it has no such method"}
     outcomes = {"one row": "error: AttributeError: no attribute 'transpose_for_scores'"}
     assert in_matrix(tmp_path, part(esm=patched()), part(esm={**refused, "upstream": {"flash": outcomes}})) == []
@@ -293,7 +293,7 @@ NUMBERS, NAN = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1.0, float("nan"), 3
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 @pytest.mark.parametrize(("found", "expected"), [(NAN, NUMBERS), (NUMBERS, NAN), (NAN, NAN)], ids=str)
 def test_a_number_that_is_none_passes_nowhere(found, expected, family, where):
-    """NaN is tried at several places, because Python's ``max`` keeps or loses it depending on its place."""
+    # Python's ``max`` keeps or loses NaN depending on its place.
     good = {"a": NUMBERS, "b": NUMBERS, "c": NUMBERS}
     name = sorted(good)[where]
     with pytest.raises(AssertionError):

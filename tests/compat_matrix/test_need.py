@@ -29,7 +29,7 @@ def columns():
 
 
 def raw(case, label):
-    """The results of a case in the evidence files, as a family, a minor and a result, without the package's classes."""
+    # The evidence files are read without the package's classes. The result is (family, minor, result).
     first, last = (tuple(map(int, end.split("."))) for end in re.split("\N{EN DASH}", label))
     for held in EVIDENCE:
         minor = Version(held["transformers"]).release[:2]
@@ -47,7 +47,7 @@ MIXERS = {name for held in EVIDENCE for name, cell in held["architectures"].item
 
 
 def said(text):
-    """The main result of a cell, and the exceptions by result."""
+    # The main result of a cell, and the exceptions by result.
     *others, main = text.split("; ")
     return WORDS[main.removesuffix(", slow").removeprefix("else ")], {
         WORDS[word]: where for word, where in (other.split(" in ", 1) for other in others)
@@ -86,7 +86,7 @@ def assert_where(found, result, where):
 
 @pytest.mark.parametrize("family", need.SEEDS)
 def test_a_row_with_padding_behind_it_leaks(family):
-    """The one column that the evidence has no row for, in the installed version."""
+    # The column that the evidence has no row for, in the installed version.
     row, padding = pack(documents(5, 9, 3)), torch.arange(4)[None]
     batch = {name: torch.cat([row[name], padding + 3 * (name == "input_ids")], dim=1) for name in row}
     batch["attention_mask"] = (torch.arange(21) < 17).long()[None]

@@ -29,7 +29,7 @@ def data():
 
 
 def shown(data):
-    """The cells of the page's data: fa2patch and Transformers alone, by address."""
+    # The cells of the page's data, by address: (fa2patch, Transformers alone).
     return {
         words.address(name, environment["name"]): (data["cells"][pair[0]], data["runs"][pair[1]])
         for name, _, pairs in data["architectures"]
@@ -175,7 +175,7 @@ def test_the_page_in_a_browser(tmp_path):
 
 
 def _run(browser: str, page: Path) -> dict:
-    """Open a page in a narrow window, with a profile of its own, and return what its last script left."""
+    # The browser gets a profile of its own. The page's last script leaves the result.
     options = [
         "--headless=new",
         "--no-sandbox",

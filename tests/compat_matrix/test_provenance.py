@@ -17,7 +17,7 @@ FRESH = {**MADE, "key": KEY}
 
 @pytest.fixture
 def checked(tmp_path, capsys, monkeypatch):
-    """Return a function that checks cells with these ``made``, as if these files had changed after their commit."""
+    # The files of ``changed`` count as changed after the cells' commit.
 
     def checked(*made, changed=(), measured=MEASURED, requirements=None):
         monkeypatch.setattr(provenance.environments, "versions", lambda: blocks)

@@ -1,6 +1,5 @@
 """The published counts are counted again from the JSON files, with no code of ``compat_matrix``.
-
-It can be run alone, too: ``python tests/compat_matrix/test_recount.py`` prints the counts.
+``python tests/compat_matrix/test_recount.py`` prints the counts.
 """
 
 import functools
@@ -35,7 +34,7 @@ def known_failures():
 
 
 def is_known(name, version, cell):
-    """Whether xfail.toml knows every failure of a cell. A cell without failures is not known to fail."""
+    # A cell without failures is not a known failure.
     failed = [what for run in cell["fa2patch"].values() for what in run.get("fail", {}).items()]
     if not any(run.get("ok") for run in cell["fa2patch"].values()):
         failed += [what for run in cell["fa2patch"].values() for what in run.get("alone", {}).items()]
@@ -47,7 +46,6 @@ def is_known(name, version, cell):
 
 
 def states(data):
-    """The state of each cell of a version, decided anew."""
     found = {
         name: "xfail" if "fa2patch" in cell and is_known(name, data["transformers"], cell) else
         state(cell, cell.get("points", data["points"]))
@@ -62,7 +60,6 @@ def states(data):
 
 
 def state(cell, points):
-    """The state of a cell by its own findings."""
     for word, meant in (("error", "fail"), ("refused", "refused")):
         if word in cell:
             return meant
@@ -87,7 +84,6 @@ def state(cell, points):
 
 
 def counts():
-    """The numbers that are published, by their names here."""
     found, releases, rows = Counter(), set(), Counter()
     for data in files():
         found["cells"] += len(data["architectures"])

@@ -17,7 +17,7 @@ class Changed(keys.Sources):
 
 
 def environment(name, **cells):
-    """Evidence in which each architecture has a seam, and items in its key."""
+    # Each architecture has a seam, and items in its key.
     points = {"sdpa": Checked(9, {}, {}, {})}
     made = {
         architecture: Cell("ok", "", "", (seam,), points, (), Made(*MADE, dict.fromkeys(items, "then")))

@@ -13,7 +13,7 @@ GOOD = OUT + "\n\ndef test_good():\n    pass\n"
 
 @pytest.fixture
 def made(monkeypatch):
-    """Return the versions whose environments were asked for. Each environment is the Python that runs this test."""
+    # Every environment is the Python that runs this test. The fixture returns the versions that were asked for.
     versions = []
 
     def make(version, folder):

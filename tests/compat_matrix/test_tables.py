@@ -70,8 +70,6 @@ def results(root):
 
 @pytest.fixture
 def llama_of(leave, results):
-    """Return a function that reads this cell of one architecture in one version."""
-
     def llama_of(cell):
         leave("5.0.0", {"llama": cell})
         return results().environments[0].cell("llama")
@@ -313,7 +311,7 @@ LOADS = {"src", "srcset", "data", "poster", "action", "background"}
 
 
 class Page(HTMLParser):
-    """A parser that fails on a wrong end tag and on everything that a browser would fetch."""
+    """A parser that fails at a wrong end tag and at everything that a browser would fetch."""
 
     def __init__(self):
         super().__init__()

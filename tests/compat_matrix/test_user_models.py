@@ -23,7 +23,7 @@ def file_of(name):
 
 
 def config_of(name, **changes):
-    """Return the language model's part of the tiny config."""
+    # The tiny config may be of several parts; the language model's one is returned.
     file = file_of(name)
     cls = tiny_models.config_class(models.kind(str(file)))
     config = models.config_of(file, cls, **changes)
@@ -87,7 +87,7 @@ def test_what_is_left_out_is_said():
 
 
 class Older:
-    """A config class with arguments as in 4.x."""
+    """A config class with arguments as in Transformers 4."""
 
     def __init__(self, rope_theta=1e4, rope_scaling=None, sliding_window_pattern=6, num_hidden_layers=4, **kwargs):
         pass

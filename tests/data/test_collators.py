@@ -106,7 +106,7 @@ class TestUpstream:
 
 
 class TestContract:
-    """These tests need no collator of Transformers to compare with."""
+    # These tests need no collator of Transformers to compare with.
 
     def test_everything_on(self) -> None:
         batch = collate(LABELLED, return_flash_attn_kwargs=True, return_seq_idx=True)

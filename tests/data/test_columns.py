@@ -167,7 +167,6 @@ class TestLabelsPerToken:
         ]
 
     def test_what_seq2seq_padded_comes_back_unpadded(self) -> None:
-        """Each of DataCollatorForSeq2Seq's rows is given as an example; padding is dropped from the packed row."""
         tokenizers = pytest.importorskip("tokenizers")
         words = transformers.PreTrainedTokenizerFast(
             tokenizer_object=tokenizers.Tokenizer(tokenizers.models.WordLevel({"<pad>": 0, "<unk>": 1}, "<unk>")),
@@ -201,7 +200,7 @@ def weighted(**options: Any) -> dict[str, Any]:
 
 
 class TestLossWeights:
-    """tests/never_silent/test_document_loss.py has the losses."""
+    # tests/never_silent/test_document_loss.py has the losses.
 
     def test_the_weights_of_a_document_add_up_to_one(self) -> None:
         batch = weighted()
@@ -245,7 +244,7 @@ class TestLossWeights:
 
 
 class TestWeightsOfTokens:
-    """tests/never_silent/test_token_weights.py has the losses."""
+    # tests/never_silent/test_token_weights.py has the losses.
 
     WEIGHED = [{**one, "loss_weights": [0.5 * (at + number) for at in range(len(one["input_ids"]))]}
                for number, one in enumerate(EXAMPLES)]  # fmt: skip
@@ -293,7 +292,6 @@ CONTAINERS = {
 
 
 def examples(*containers: Any) -> list[dict[str, Any]]:
-    """Return examples of all columns, each in one of the containers."""
     made = []
     for number, length in enumerate(LENGTHS):
         columns = {
@@ -316,11 +314,10 @@ def listed(batch: dict[str, Any]) -> dict[str, Any]:
 
 
 class TestAlikeExamples:
-    """They are read as one long example. Any others give the same batch, and errors name the example."""
+    # Alike examples are read as one long example. All others give the same batch, and their errors name the example.
 
     @pytest.fixture
     def called(self, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-        """The names of functions that read values, once for each call."""
         calls: list[str] = []
 
         def counted(name: str) -> Any:

@@ -30,7 +30,7 @@ ROW = {"padding_free": True, "return_flash_attn_kwargs": False}
 
 @functools.cache
 def words(kind: str) -> Any:
-    """Return a tokenizer with up to 600 tokens, trained on source code of the standard library."""
+    # The tokenizer has up to 600 tokens, trained on source code of the standard library.
     text = [inspect.getsource(module) for module in (textwrap, string, random)]
     text += ["### Human: what is it?\n### Response:\nIt is this.\n\n### Human: and that?\n### Response:\nThat too."]
     inner = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token=None if kind == "bytes" else "<unk>"))
@@ -55,14 +55,13 @@ def encoded(tokenizer: Any, text: str) -> tuple[list[int], list[tuple[int, int]]
 
 
 def labels_of(batch: dict[str, Any]) -> list[list[int]]:
-    """Return the labels of each document of a packed row."""
     starts = [at for at, position in enumerate(batch["position_ids"][0].tolist()) if position == 0]
     flat = batch["labels"][0].tolist()
     return [flat[start:end] for start, end in zip(starts, [*starts[1:], len(flat)])]
 
 
 def responses(text: str, turns: bool) -> list[tuple[int, int]]:
-    """Return where the characters of responses start and end, found in the text alone."""
+    # Returns where the characters of responses start and end, found in the text alone.
     found, at = [], text.find(RESPONSE)
     while at >= 0:
         begin = at + len(RESPONSE)
@@ -111,7 +110,7 @@ def test_what_is_learned_is_what_the_text_says(kind: str, turns: bool) -> None:
 
 
 def test_templates_are_cut_differently_in_context_here() -> None:
-    """A search for the template's own tokens misses some templates. Otherwise the test above would show nothing."""
+    # A search for the template's own tokens misses some templates. Otherwise the test above would show nothing.
     for kind in ("bytes", "metaspace"):
         tokenizer = words(kind)
         template = tokenizer.encode(RESPONSE, add_special_tokens=False)

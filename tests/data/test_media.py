@@ -221,7 +221,7 @@ def table():
 
 
 def test_the_page_has_the_table_of_the_code():
-    """If this fails after a change of the table, write what it expects between the page's two marks."""
+    # If this fails after a change of the table, write what it expects between the page's two marks.
     page = PAGE.read_text(encoding="utf-8")
     assert page.partition(BEGIN)[2].partition(END)[0] == table()
 

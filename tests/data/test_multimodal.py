@@ -19,12 +19,12 @@ from fa2patch.upstream.axes import takes_text_axis
 
 LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 PRESENT = [family for family in cases.FAMILIES if cases.is_present(family)]
+# GLM-4V's processor writes a film's frames as pictures between its own tokens.
 WITH_FILMS = [family for family in PRESENT if family != "glm4v"]
-"""GLM-4V is left out, because its processor writes a film's frames as pictures between its own tokens."""
 
 
 def films_of(model):
-    """Whether the unpatched model accepts a film. 4.54's Qwen2-VL looks for its tokens among those of pictures."""
+    # 4.54's Qwen2-VL looks for a film's tokens among those of pictures.
     if model.config.model_type == "glm4v":
         return False
     try:
@@ -58,7 +58,7 @@ def without(row, *names, **changes):
 
 
 def rows_of(row):
-    """Yield the row with all the information about where documents start, and with less of it."""
+    # The row is given with all the information about where documents start, and with less of it.
     bare = without(row, *LENGTHS)
     three = row["position_ids"][-3:]
     yield "as collated", row
@@ -188,7 +188,7 @@ def test_rows_that_are_not_packed_are_computed_as_before(family):
 
 
 def of_one_axis(row):
-    """The row as collators make it that know of one axis: with ids, with lengths, or with both."""
+    # The row as collators make it that know of one axis only: with ids, with lengths, or with both.
     lengths = row["cu_seq_lens_q"].diff()
     ids = torch.cat([torch.arange(n) for n in lengths.tolist()])[None]
     yield without(row, *LENGTHS, position_ids=ids)
@@ -213,7 +213,7 @@ def test_pictures_with_ids_on_one_axis_or_none_are_counted_as_in_a_padded_batch(
 
 
 def padded_logits(model, docs):
-    """The logits of the documents, end to end, from a padded batch for which the unpatched model counts positions."""
+    # The unpatched model counts the positions of the padded batch.
     columns = [name for name in ("input_ids", "attention_mask", "mm_token_type_ids") if name in docs[0]]
     batch = {name: pad_sequence([doc[name][0] for doc in docs], batch_first=True) for name in columns}
     for name in {name for doc in docs for name in doc} - {*columns, "mm_token_type_ids"}:

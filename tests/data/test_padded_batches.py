@@ -27,7 +27,7 @@ GROUPS = ((FIRST, (3, 9, 1)), (SECOND, (4, 12)))
 
 
 def batch_of(left: bool = True, groups: Any = GROUPS) -> dict[str, torch.Tensor]:
-    """Prompts of two groups with a common beginning, padded left, and completions of these lengths, padded right."""
+    # The prompts of a group have a common beginning. Prompts are padded left, and completions right.
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.cat([SYSTEM, own]) for own, lengths in groups for _ in lengths]
     ends = [torch.randint(3, 90, (length,), generator=generator) for _, lengths in groups for length in lengths]
@@ -46,7 +46,7 @@ ALONE = sum(20 + len(own) + length for own, lengths in GROUPS for length in leng
 
 
 def weights_of(batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Random gradients for real tokens, so that each row gives another gradient to what it shares."""
+    # The gradients of the real tokens are random, so that each row gives another gradient to what it shares.
     generator = torch.Generator().manual_seed(2)
     mask = batch["attention_mask"]
     return torch.randn(*mask.shape, 1, generator=generator) * mask[..., None]
@@ -61,7 +61,7 @@ FAMILIES = ("llama", "mixtral", "falcon", "gemma2")
     + [("gpt2", False), ("jamba", False)],  # GPT-2 counts padding on the left as positions, Jamba's mixers see it
 )
 def test_outputs_and_gradients_are_the_padded_ones(family: str, left: bool) -> None:
-    """The gradient that shared tokens get is the sum over the rows that have them."""
+    # The gradient of shared tokens is the sum over the rows that have them.
     eager = family == "gemma2"
     # eager attention of padding on the left is NaN in float64: its softmax is in float32, which has no such mask
     model = tiny_models.build(family, "eager" if eager else "sdpa", torch.float32 if eager else torch.float64)
@@ -94,7 +94,7 @@ def model() -> Any:
 
 
 def computed(model: Any, call: dict[str, Any], share: bool = True) -> tuple[torch.Tensor, int]:
-    """The logits, and the number of tokens that the layers computed."""
+    # Returns the logits and the number of tokens that the layers computed.
     fa2patch.apply(model)
     seen = layers_tokens(model)
     with pack_padded_batches(model, share):
@@ -163,7 +163,7 @@ def test_embeddings_are_not_compared(model: Any) -> None:
 
 @pytest.mark.parametrize("family", ["bert:masked", "roberta:masked"])
 def test_models_that_see_later_tokens_do_not_share(family: str) -> None:
-    """RoBERTa counts positions from 2. Its padded batches without position ids were packed with ids from 0."""
+    # RoBERTa counts positions from 2. Its padded batches without position ids were packed with ids from 0.
     model = tiny_models.build(family, "sdpa")
     batch = batch_of(left=False)
     batch["input_ids"] += (1 - batch["attention_mask"]) * model.config.pad_token_id
@@ -199,7 +199,7 @@ def test_longrope_shares_on_one_side_of_its_limit(limit: int, shares: bool) -> N
 
 
 def test_the_base_model_is_called(model: Any) -> None:
-    """TRL's losses with Liger's kernels call it, and compute the logits themselves."""
+    # TRL's losses with Liger's kernels call the base model, and compute the logits themselves.
     batch = batch_of()
     real = batch["attention_mask"] != 0
     expected = model.model(**batch, use_cache=False).last_hidden_state[real]
@@ -240,7 +240,7 @@ def test_what_is_left_alone(model: Any, share: bool) -> None:
 
 
 def labelled(left: bool) -> dict[str, torch.Tensor]:
-    """The batch with labels for all tokens of a row but its first 40."""
+    # All tokens of a row but its first 40 have labels.
     batch = batch_of(left)
     learned = batch["attention_mask"] * batch["attention_mask"].cumsum(1) > 40
     return {**batch, "labels": batch["input_ids"].where(learned, torch.tensor(-100))}
@@ -268,7 +268,7 @@ def test_loss_tuples_and_the_end_of_packing(model: Any, left: bool) -> None:
 
 
 def test_mixture_of_experts_router_logits() -> None:
-    """Upstream takes the batch's mask for the balancing loss, so router logits come back padded too."""
+    # Upstream takes the batch's mask for the balancing loss, so router logits come back padded too.
     model = tiny_models.build("mixtral", "sdpa")
     batch = labelled(left=False)
     before = model(**batch, output_router_logits=True)
@@ -336,8 +336,8 @@ def test_under_peft_and_checkpointing(model: Any, share: bool, tokens: int) -> N
 
 @pytest.mark.parametrize(("share", "of_the_row"), [(False, []), (True, ["_read_with"])])
 def test_reads_of_the_device(model: Any, monkeypatch: pytest.MonkeyPatch, share: bool, of_the_row: list[str]) -> None:
-    """However many rows there are, one by the causal LM, which looks for documents in the mask; one for the rows and
-    what they have in common; and one for a tree's segments."""
+    # The numbers of reads do not depend on the rows: one by the causal LM, which looks for documents in the mask, one
+    # for the rows and what they have in common, and one for a tree's segments.
     fa2patch.apply(model, prove=False)
     pack_padded_batches(model, share)
     model(**batch_of(), use_cache=False)  # a kernel is tried before its first use

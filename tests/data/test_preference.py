@@ -21,16 +21,16 @@ PAIRS = [
     {"prompt_input_ids": [11], "chosen_input_ids": [12, 13, 14, 15, 16], "rejected_input_ids": [17, 18, 19]},
     {"prompt_input_ids": [20, 21, 22, 23], "chosen_input_ids": [24], "rejected_input_ids": [25, 26, 27, 28, 29, 30]},
 ]
+# Prompts of three, one, four and no tokens, and completions that begin with the same tokens.
 FIVE = [
     *PAIRS,
     {"prompt_input_ids": [], "chosen_input_ids": [31, 34, 32], "rejected_input_ids": [31, 34, 33]},
     {"prompt_input_ids": [40, 41, 42], "chosen_input_ids": [43, 44], "rejected_input_ids": [43, 45]},
 ]
-"""Prompts of three, one, four and no tokens, and completions that begin with the same tokens."""
 
 
 def documents(pairs: list[dict[str, Any]]) -> list[tuple[list[int], int]]:
-    """Return the ids and the prompt's length of each of the 2n documents."""
+    # Returns the ids and the prompt's length of each of the 2n documents.
     return [
         (pair["prompt_input_ids"] + pair[f"{side}_input_ids"], len(pair["prompt_input_ids"]))
         for side in ("chosen", "rejected")
@@ -51,20 +51,20 @@ def padded(pairs: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
 
 
 def row_logps(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Return the log-probability of each row of a padded batch, as TRL computes it."""
+    # Computed as TRL does it.
     target = labels[:, 1:]
     logps = logits[:, :-1].log_softmax(-1).gather(2, target.clamp(min=0)[..., None])[..., 0]
     return (logps * (target != -100)).sum(-1)
 
 
 def dpo_loss(logps: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-    """Return the DPO loss, equation 7 of https://arxiv.org/abs/2305.18290."""
+    # Equation 7 of https://arxiv.org/abs/2305.18290.
     chosen, rejected = (0.1 * (logps - reference)).chunk(2)
     return -torch.nn.functional.logsigmoid(chosen - rejected).mean()
 
 
 def with_labels(pair: dict[str, list[int]]) -> dict[str, list[int]]:
-    """Return a pair as TRL up to 0.11 makes it: the ids include the prompt, and labels hide it."""
+    # TRL up to 0.11 makes pairs whose ids include the prompt, and whose labels hide it.
     prompt, made = pair["prompt_input_ids"], {}
     for side in ("chosen", "rejected"):
         ids = pair[f"{side}_input_ids"]
@@ -84,7 +84,7 @@ def shared(pairs: Any, **options: Any) -> dict[str, Any]:
 
 
 def documents_of(batch: dict[str, Any]) -> list[tuple[list[int], list[int], list[int]]]:
-    """Return the ids, position ids and labels of each document, put together from its path."""
+    # The ids, position ids and labels of each document are put together from its path.
     columns = [batch[name][0] for name in ("input_ids", "position_ids", "labels")]
     found = where(batch)
     if found.tree is None:
@@ -222,7 +222,7 @@ class TestSharedPrompts:
         assert batch["labels"].tolist() == [[-100, -100, -100, -100, 5, -100, 6, 7]]
 
     def test_labels_of_older_releases_that_hide_other_parts_of_the_prompt(self) -> None:
-        """Only what both documents hide is shared, so that each keeps its own labels."""
+        # Only what both documents hide is shared, so that each keeps its own labels.
         pair = {
             "chosen_input_ids": [1, 2, 3, 4, 5], "chosen_labels": [-100, -100, 3, 4, 5],
             "rejected_input_ids": [1, 2, 3, 4, 6], "rejected_labels": [-100, -100, -100, -100, 6],
@@ -291,7 +291,7 @@ class TestLogps:
             per_document_logps(torch.zeros(1, 4, 8), torch.zeros(1, 4).long(), torch.arange(3)[None])
 
     def test_a_shared_segments_labels_belong_to_every_document_below_it(self) -> None:
-        """The tree: 0 is continued by 1 and 2, 2 by 3 and 4; 5 is alone."""
+        # The tree: 0 is continued by 1 and 2, 2 by 3 and 4; 5 is alone.
         lengths, parents = [3, 2, 2, 2, 3, 2], [-1, 0, 0, 2, 2, -1]
         cu = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
         labels = torch.tensor([[-100, 1, 2, -100, 3, -100, 4, -100, 5, -100, -100, 6, 7, 1]])

@@ -14,7 +14,7 @@ from fa2patch.padded.rows import LEAST, common_prefixes, shared_prefixes, unshar
 
 
 def rows_of(generator: random.Random) -> list[list[int]]:
-    """Rows of few different tokens, grown from each other, so that prefixes are nested, equal and whole rows."""
+    # Rows of few different tokens grow from each other, so that prefixes are nested, equal and whole rows.
     rows: list[list[int]] = []
     for _ in range(generator.randint(1, 9)):
         kept = generator.choice(rows)[: generator.randint(0, 12)] if rows and generator.random() < 0.8 else []
@@ -23,14 +23,13 @@ def rows_of(generator: random.Random) -> list[list[int]]:
 
 
 def in_common(rows: list[list[int]]) -> np.ndarray:
-    """In how many first columns rows are equal, in a batch that is padded on the right."""
+    # In how many first columns rows are equal, in a batch that is padded on the right.
     length = max(map(len, rows))
     batch = torch.tensor([row + [0] * (length - len(row)) for row in rows])
     return common_prefixes([batch]).numpy()
 
 
 def spelled(rows: list[list[int]], found: Prefixes) -> list[list[int]]:
-    """Each row's tokens, read along its path."""
     texts = []
     for row in range(len(rows)):
         path = [found.segments[number] for number in found.tree.path(found.last[row])]
@@ -69,7 +68,7 @@ def test_against_a_trie(seed: int) -> None:
 
 
 def test_nested_prompts() -> None:
-    """A system prompt of two groups, the prompt of each, and two tokens that are below LEAST."""
+    # A system prompt of two groups, the prompt of each, and two tokens that are below LEAST.
     system, first, second = list(range(20)), list(range(100, 120)), list(range(200, 230))
     rows = [
         [*system, *first, 1, 3],

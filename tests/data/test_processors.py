@@ -1,4 +1,4 @@
-"""What real processors return goes through the collator. They are made here, without a download."""
+"""What real processors, made without a download, return goes through the collator."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ WORDS = ("<pad>", "what", "is", "it", "a", "cat")
 
 
 def tokenizer(named=None, **special):
-    """A tokenizer of words. ``special`` tokens get the given ids, and ``named`` ones are attributes of it."""
+    # ``special`` tokens get the given ids, and ``named`` ones are attributes of the tokenizer.
     words = {word: number for number, word in enumerate(WORDS)}
     names = {number: word for word, number in special.items()}
     vocabulary = {**words, **{names.get(n, f"w{n}"): n for n in range(len(words), 97)}}
@@ -30,13 +30,13 @@ def tokenizer(named=None, **special):
 
 
 def picture_processor(name, **options):
-    """An image processor of pictures of 28 x 28 pixels that needs no torchvision."""
+    # Pictures have 28 x 28 pixels. The ``Pil`` class needs no torchvision.
     cls = getattr(transformers, f"{name}Pil", None) or getattr(transformers, name)
     return cls(size={"height": 28, "width": 28}, **options)
 
 
 def looking(processor):
-    """A function that calls a processor with a text and random pictures."""
+    # The returned function calls the processor with a text and random pictures.
     generator = np.random.default_rng(0)
 
     def seen(text, pictures=1, **more):

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from fa2patch import DataCollatorForCompletionOnlyLM, DataCollatorWithFlattening
+from fa2patch.documents.row_shape import rounded_up
 from fa2patch.errors import CollatorError
-from fa2patch.packing.still_shapes import rounded_up
 
 DOCS = [{"input_ids": [5, 6, 7]}, {"input_ids": [8]}, {"input_ids": [9, 10]}]
 
@@ -81,7 +81,7 @@ def test_a_longer_document_or_padding_is_an_error(to):
     [
         ({"pad_to_multiple_of": "half"}, "pad_to_multiple_of: expected a positive number, 'power', 'eighth' or None"),
         ({"longest_document": 0}, "longest_document: expected a positive number, 'power', 'eighth' or None, found 0"),
-        ({"longest_document": 1.5}, "longest_document: expected an integer, found 1.5"),
+        ({"longest_document": 1.5}, "longest_document: expected a positive number"),
         ({"max_documents": 0}, "max_documents: expected a positive number or None, found 0"),
         ({"max_documents": 4, "document_labels": True}, "leave max_documents out"),
         ({"max_documents": 4, "return_flash_attn_kwargs": False}, "max_documents is of lengths: set return_flash_attn"),

@@ -1,7 +1,7 @@
 """Split rows over two processes by torch's context parallelism: ``context_parallel.py OUT``, run by torchrun.
 
 Each process gets a piece of the row's head and one of its tail, which together look like a row: ids such as 0, 1, 6, 7.
-A patched model refuses these parts, and computes whole rows before and afterwards. An unpatched model is not compared,
+A patched model refuses these parts, and computes whole rows before and afterwards. No unpatched model is compared,
 because on a CPU torch gathers the parts for no kind of attention.
 """
 
@@ -24,8 +24,6 @@ LENGTHS = {"one document": (32,), "cut between documents": (8, 16, 8), "cut insi
 
 
 class Counted:
-    """Counts the calls of a model's first layer."""
-
     def __init__(self, model: Any) -> None:
         self.times = 0
         getattr(model, "model", model).layers[0].register_forward_pre_hook(self._count)
@@ -40,7 +38,7 @@ def row(lengths: tuple[int, ...]) -> dict[str, torch.Tensor]:
 
 
 def tried(model: Any, batch: dict[str, Any], **more: Any) -> Any:
-    """Return the logits, or the error and how often the first layer had run before it."""
+    # Returns the logits, or the error and how often the first layer had run before it.
     counted = Counted(model)
     try:
         return model(**batch, **more, use_cache=False)[0]

@@ -1,6 +1,5 @@
-"""Compare packed training under FSDP with padded training: ``fsdp_gpu.py fsdp1 | trainer fsdp1 | trainer fsdp2``.
-
-Run by torchrun on GPUs, in float32.
+"""Compare packed training under FSDP with padded training: ``fsdp_gpu.py fsdp1 | trainer fsdp1 | trainer fsdp2``,
+run by torchrun on GPUs, in float32.
 """
 
 from __future__ import annotations
@@ -21,10 +20,7 @@ BOUND = 1e-3
 
 
 def fsdp1() -> list[float]:
-    """Return the relative error of this rank's loss in every step.
-
-    The reference is an unsharded, unpatched model that trains on every rank's examples.
-    """
+    # The reference is an unsharded, unpatched model that trains on every rank's examples.
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -49,7 +45,7 @@ def fsdp1() -> list[float]:
 
 
 def trainer(version: int) -> list[float]:
-    """Return how far Trainer's losses, packed under its FSDP, are from padded ones of the same ranks under DDP."""
+    # The reference is padded training of the same ranks under DDP.
     stage = Stage(trl=False)
     options: dict[str, Any] = {"use_cpu": False, "steps": STEPS}
     sharding = {"fsdp_version": version, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "reshard_after_forward": True}

@@ -1,8 +1,8 @@
 """What the scripts about split models and split rows share: batches whose documents are known, and findings.
 
-A finding's table holds a cell for each feature: ``{"found": ..., "said": ..., "off_by": ...}``. ``found`` is ``right``,
-``refused``, ``upstream`` (an error that the unpatched model raises too) or, without fa2patch, ``right``, ``leaks`` or
-``error``. ``off_by`` is the largest distance from the documents alone, relative to the largest value, or None.
+A finding's table has a cell for each feature: ``found`` is ``right``, ``refused``, ``upstream`` (an error that the
+unpatched model raises too) or, without fa2patch, ``right``, ``leaks`` or ``error``. ``off_by`` is the largest distance
+from the documents alone, relative to the largest value, or None.
 """
 
 from __future__ import annotations
@@ -23,30 +23,21 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class Batch:
-    """A packed batch of known documents.
+    """A packed batch of known documents."""
 
-    Attributes:
-        call: the forward's arguments, without labels.
-        labels: int64 ``[rows, length]``.
-        documents: the token ids of each document, int64 ``[length]``.
-        places: for each document where its tokens are in the flattened batch, int64 ``[length]``.
-        counted: for each document how many of its last tokens have a loss.
-    """
-
-    call: dict[str, Any]
-    labels: torch.Tensor
-    documents: list[torch.Tensor]
-    places: list[torch.Tensor]
-    counted: list[int]
+    call: dict[str, Any]  # the forward's arguments, without labels
+    labels: torch.Tensor  # [rows, length]
+    documents: list[torch.Tensor]  # the token ids of each document
+    places: list[torch.Tensor]  # where each document's tokens are in the flattened batch
+    counted: list[int]  # how many of its last tokens have a loss, for each document
 
     def own(self, at: int) -> torch.Tensor:
-        """Where the tokens of a document are that no other document has."""
+        # Where the tokens of a document are that no other document has.
         others = torch.cat([places for other, places in enumerate(self.places) if other != at])
         return self.places[at][~torch.isin(self.places[at], others)]
 
 
 def apart_from(value: Any, right: Any) -> float:
-    """Return how far a number is from another one, relative to it."""
     return abs(float(value) / float(right) - 1)
 
 
@@ -56,13 +47,9 @@ def tokens(lengths: Sequence[int], seed: int = 0) -> list[torch.Tensor]:
 
 
 def packed(*rows: Sequence[int], lengths: bool = False, crossing: bool = False) -> Batch:
-    """Make rows of documents of some lengths, padded to the longest row, which the mask says if there is padding.
-
-    Args:
-        rows: the lengths of each row's documents.
-        lengths: whether the batch has the collator's lengths besides ``position_ids``.
-        crossing: whether the first token of each document has a label, too, which no document alone has.
-    """
+    # Rows are padded to the longest one, which the mask says only if there is padding.
+    # ``lengths``: the batch has the collator's lengths besides ``position_ids``. ``crossing``: the first token of each
+    # document has a label too, which no document alone has.
     width = max(map(sum, rows))
     ids = torch.zeros(len(rows), width, dtype=torch.long)
     positions, mask, labels = ids.clone(), ids.clone(), ids.clone().fill_(IGNORED)
@@ -90,7 +77,7 @@ def packed(*rows: Sequence[int], lengths: bool = False, crossing: bool = False) 
 
 
 def shared(prompt: int, completions: Sequence[int]) -> Batch:
-    """Make a row that holds a prompt once, and several completions that continue it."""
+    # The row holds the prompt once, and several completions that continue it.
     first, *rest = tokens([prompt, *completions])
     documents = [torch.cat([first, completion]) for completion in rest]
     row = fa2patch.packing.share(documents, prompts=[prompt] * len(rest), least=1)
@@ -99,20 +86,18 @@ def shared(prompt: int, completions: Sequence[int]) -> Batch:
 
 @dataclass(frozen=True)
 class Case:
-    """A tiny model and a batch for it. ``changes`` are of the model's config."""
-
     family: str = "llama"
     batch: Callable[[], Batch] = lambda: packed((5, 12, 1, 10))
     changes: dict[str, Any] = field(default_factory=lambda: dict(FOUR))
     checkpointing: bool = False
 
 
+# Two and four processes can divide four heads of keys, as of queries.
 FOUR = {"num_key_value_heads": 4}
-"""Four heads of keys, as of queries, so that two and four processes can divide them."""
 
 
 def features() -> dict[str, Case]:
-    """Return the cases by feature. Every row's length can be divided by four, and every number of heads but one."""
+    # Every row's length can be divided by four, and every number of heads but one.
     return {
         "packed rows by ids": Case(),
         "packed rows by lengths": Case(batch=lambda: packed((5, 12, 1, 10), lengths=True)),
@@ -131,7 +116,7 @@ def features() -> dict[str, Case]:
 
 
 def alone(model: Any, batch: Batch) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Return the logits of each document alone, ``[length, vocabulary]``, and the mean loss of all counted tokens."""
+    # Returns each document's logits, [length, vocabulary], and the mean loss of all counted tokens.
     logits, losses = [], []
     for document, counted in zip(batch.documents, batch.counted):
         found = model(input_ids=document[None], use_cache=False).logits[0]
@@ -141,13 +126,12 @@ def alone(model: Any, batch: Batch) -> tuple[list[torch.Tensor], torch.Tensor]:
 
 
 def furthest(logits: torch.Tensor, batch: Batch, right: Sequence[torch.Tensor]) -> float:
-    """Return the largest distance of a batch's logits from those of documents alone, relative to the largest logit."""
+    # The distance is relative to the largest logit of documents alone.
     flat = logits.flatten(0, 1)
     return between([flat[places] for places in batch.places], right)
 
 
 def between(found: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> float:
-    """Return the largest distance of each document's logits from the right ones, relative to the largest logit."""
     scale = max(float(one.detach().abs().max()) for one in right)
     return max(float((one - other).detach().abs().max()) for one, other in zip(found, right)) / scale
 
@@ -157,17 +141,14 @@ def cell(found: str, said: str = "", off_by: float | None = None) -> Cell:
 
 
 def told(error: BaseException) -> str:
-    """Return an error's class and its first line."""
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def judged(off_by: float, bound: float, said: str = "") -> Cell:
-    """Return the cell of an unpatched model that computed something."""
     return cell("right" if off_by < bound else "leaks", said, off_by)
 
 
 def joined(found: Cell) -> Cell:
-    """Return one cell for all processes: the worst of what they found."""
     order = ("right", "upstream", "refused", "error", "leaks", "wrong")
     every = of_every_rank(found)
     worst: Cell = max(every, key=lambda one: (order.index(one["found"]), one["off_by"] or 0.0))

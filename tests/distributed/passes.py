@@ -22,12 +22,11 @@ from torch.nn.parallel import DistributedDataParallel
 import fa2patch
 
 BUDGET = 40
+# The documents' lengths in each step, of each rank.
 LENGTHS = ([[3, 30, 7, 19, 25, 11], [4, 9, 12]], [[5, 6], [33, 2, 28, 17]], [[40], [8, 31, 36, 29]])
-"""The documents' lengths in each step, of each rank."""
 
 
 def batch(step: int, rank: int) -> dict[str, torch.Tensor]:
-    """A padded batch."""
     drawn = torch.Generator().manual_seed(10 * step + rank)
     rows = [torch.randint(3, 500, (length,), generator=drawn) for length in LENGTHS[step][rank]]
     ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
@@ -36,7 +35,7 @@ def batch(step: int, rank: int) -> dict[str, torch.Tensor]:
 
 
 def loss_of(model: Any, given: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Each document's last token is told from those of the others."""
+    # Each document's last token is told from those of the others.
     mask = given["attention_mask"]
     last = model(**given, use_cache=False).logits[torch.arange(len(mask)), mask.sum(1) - 1].float()
     scores = torch.nn.functional.normalize(last, dim=-1) @ torch.nn.functional.normalize(last, dim=-1).T
@@ -44,7 +43,6 @@ def loss_of(model: Any, given: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def trained(model: Any, of_rank: Callable[[int], list[int]]) -> tuple[list[float], Any]:
-    """The losses of three steps of SGD, of the ranks' batches together."""
     optimizer = torch.optim.SGD(model.parameters(), 0.05)
     losses = []
     for step in range(len(LENGTHS)):

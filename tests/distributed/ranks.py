@@ -15,14 +15,13 @@ import torch.distributed as dist
 
 
 def examples(step: int, rank: int) -> list[dict[str, list[int]]]:
-    """Return a rank's documents. The ranks swap the lengths in every step: equal totals would hide a wrong weight."""
+    # The ranks swap the lengths in every step: equal totals would hide a wrong weight.
     drawn = torch.Generator().manual_seed(10 * step + rank)
     lengths = (5, 40, 1, 17, 23) if (step + rank) % 2 == 0 else (31, 2, 9, 60, 12)
     return [{"input_ids": torch.randint(2, 512, (length,), generator=drawn).tolist()} for length in lengths]
 
 
 def of_every_rank(found: Any) -> list[Any]:
-    """Return what each process found, in the order of the ranks."""
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, found)
     return every
@@ -30,7 +29,7 @@ def of_every_rank(found: Any) -> list[Any]:
 
 @contextlib.contextmanager
 def whole_weights(model: Any) -> Iterator[None]:
-    """Gather all weights of a ZeRO-3 model on every rank within the block."""
+    # Every rank gathers all weights of a ZeRO-3 model within the block.
     if not any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
         yield
         return

@@ -1,8 +1,8 @@
-"""Compare packed training under DDP, FSDP2 and accelerate with padded training in one process, gradient by gradient.
+"""Compare packed training under DDP, FSDP2 and accelerate with padded training: ``raw.py [--quick] OUT``, by torchrun.
 
-Run by torchrun: ``raw.py [--quick] OUT``. It trains in one pass for each batch, and in passes of a budget of tokens, of
-which the ranks need different numbers; with accelerate, by the loop of docs/packing.md. Each rank also computes the
-reference, an unpatched model that trains padded on both ranks' examples.
+It trains in one pass for each batch, and in passes of a budget of tokens, of which the ranks need different numbers;
+with accelerate, by the loop of docs/packing.md. Each rank also computes the reference, an unpatched model that trains
+padded on both ranks' examples.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from fa2patch.packing import passes
 
 STEPS = 3
 BUDGET = 64
+# Relative to the largest value of the same gradient or weight. Sums are taken in another order.
 NEAR = 1e-5
-"""Relative to the largest value of the same gradient or weight. Sums are taken in another order."""
 
 ACCELERATOR = Accelerator(cpu=True)
 CHECKPOINTING = {"plain": None, "not reentrant": False, "reentrant": True}
 
 
 def wrapped(kind: str, reentrant: bool | None) -> tuple[Any, Any]:
-    """Return a model, patched before DDP wraps it or after FSDP2 shards it, and the module that trains it."""
+    # The model is patched before DDP wraps it or after FSDP2 shards it. Returned with the module that trains it.
     model = tiny_llama().train()
     if reentrant is not None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
@@ -54,12 +54,12 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def documents(step: int, rank: int, budget: int | None) -> list[dict[str, list[int]]]:
-    """A rank's documents. With a budget, the first rank has one, and so fewer documents than the other has passes."""
+    # With a budget, the first rank has one document, and so fewer documents than the other has passes.
     return examples(step, rank)[: 1 if budget and rank == 0 else None]
 
 
 def loss_of(parallel: Any, batch: dict[str, Any], budget: int | None) -> torch.Tensor:
-    """The mean loss of a batch, whose gradients are computed; with a budget, in passes."""
+    # The gradients are computed too; with a budget, in passes.
     losses = []
     if budget is None:
         losses.append(parallel(**batch).loss)
@@ -73,7 +73,7 @@ def loss_of(parallel: Any, batch: dict[str, Any], budget: int | None) -> torch.T
 
 
 def loss_with_accelerate(model: Any, batch: dict[str, Any], budget: int | None) -> torch.Tensor:
-    """The mean loss of both ranks' tokens, by the loop of docs/packing.md."""
+    # The loop of docs/packing.md: the mean loss of both ranks' tokens.
     loss, cut = torch.zeros(()), passes(batch, budget or 0, every_rank=True)
     items = ACCELERATOR.reduce((batch["labels"] != -100).sum().float(), "mean")
     for number, part in enumerate(cut, 1):
@@ -85,14 +85,14 @@ def loss_with_accelerate(model: Any, batch: dict[str, Any], budget: int | None) 
 
 
 def expected_losses(reference: Any, kind: str, both: list[list[dict[str, list[int]]]]) -> torch.Tensor:
-    """The loss of each rank: of its own documents or, with accelerate, of both ranks'."""
+    # The loss is of each rank's own documents or, with accelerate, of both ranks'.
     if kind == "accelerate":
         return reference(**padded([*both[0], *both[1]])).loss.expand(2)
     return torch.stack([reference(**padded(each)).loss for each in both])
 
 
 def trained(kind: str, reentrant: bool | None, budget: int | None = None) -> dict[str, Any]:
-    """Return the largest errors over all steps. The result is ok if ``verify`` passes before and after, too."""
+    # The result is ok if ``verify`` passes before and after training, too.
     rank = dist.get_rank()
     model, parallel = wrapped(kind, reentrant)
     reference = tiny_llama().train()

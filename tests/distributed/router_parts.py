@@ -13,8 +13,8 @@ import fa2patch
 from compat_matrix import tiny_models
 from compat_matrix.check.rows import documents
 
+# A row of 39 tokens and padding: the first part has no padding, the second one has more padding than tokens.
 LENGTH = 64
-"""A row of 39 tokens and padding: the first part has none, the second one more padding than tokens."""
 
 
 def main() -> dict[str, Any]:
@@ -39,7 +39,7 @@ def main() -> dict[str, Any]:
 
 
 def of_part(model: Any, routed: list[torch.Tensor]) -> torch.Tensor:
-    """The loss of this process's real tokens, from the router logits ``[1, length, experts]`` of the whole row."""
+    # The loss of this process's real tokens, from the router logits [1, length, experts] of the whole row.
     real = ulysses_rows.own(torch.arange(LENGTH)[None] < 39)[0]
     own = tuple(ulysses_rows.own(layer.transpose(1, 2)).transpose(1, 2)[0][real] for layer in routed)
     function = sys.modules[type(model).__module__].load_balancing_loss_func

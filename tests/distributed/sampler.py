@@ -1,9 +1,7 @@
 """Check which rows the ranks of a group get: ``sampler.py torch | accelerate SIZE | trainer SIZE OUT``.
 
-SIZE is ``tp_size`` or ``cp_size``. Run by torchrun in two processes (one group of two) or four (two groups).
-
-Every example has its own token id, so a batch shows which examples it holds. No model is run, because what is checked
-is the data. Models have scripts of their own, and so has the loader of DeepSpeed's Ulysses.
+SIZE is ``tp_size`` or ``cp_size``. Run by torchrun in two processes (one group of two) or four (two groups). No model
+is run. Every example has its own token id, so a batch shows which examples it holds.
 """
 
 from __future__ import annotations
@@ -42,12 +40,11 @@ def groups() -> int:
 
 
 def rows(batches: Iterable[dict[str, Any]]) -> Rows:
-    """Return the examples of each batch."""
     return [(batch["input_ids"].unique_consecutive()).tolist() for batch in batches]
 
 
 def expected(epoch: int) -> list[Rows]:
-    """Return the rows of each rank: those of a sampler that is told the number of groups and this rank's group."""
+    # The rows are those of a sampler that is told the number of groups and this rank's group.
     found = []
     for rank in range(dist.get_world_size()):
         sampler = PackedBatchSampler(LENGTHS, BUDGET, groups(), rank // GROUP)
@@ -57,7 +54,6 @@ def expected(epoch: int) -> list[Rows]:
 
 
 def judged(epochs: list[Rows]) -> dict[str, bool]:
-    """Compare what this rank got in each epoch with what was expected, over all ranks."""
     of_ranks = [of_every_rank(one) for one in epochs]
     examples = [[example for rank in one[::GROUP] for row in rank for example in row] for one in of_ranks]
     return {
@@ -77,7 +73,7 @@ def refused(**options: Any) -> str:
 
 
 def with_torch() -> dict[str, bool]:
-    """Read ranks from torch.distributed. A state of rank 0 continues an epoch on all ranks."""
+    # The sampler reads the ranks from torch.distributed. A state of rank 0 continues an epoch on all ranks.
     dist.init_process_group("gloo")
     sampler, epochs = PackedBatchSampler(LENGTHS, BUDGET, ranks_per_row=GROUP), []
     for epoch in range(EPOCHS):
@@ -95,7 +91,7 @@ def with_torch() -> dict[str, bool]:
 
 
 def config(size: str) -> Any:
-    """Return a ParallelismConfig. accelerate refuses it on a CPU: the check is told that these are devices."""
+    # accelerate refuses these sizes on a CPU, so its check is told that there are devices.
     from accelerate import Accelerator, ParallelismConfig
 
     Accelerator.multi_device = True
@@ -152,7 +148,6 @@ def with_trainer(size: str) -> dict[str, bool]:
 
 
 def everywhere(found: dict[str, bool]) -> dict[str, Any]:
-    """Return what holds on all ranks, as the script's finding."""
     every = {name: all(rank[name] for rank in of_every_rank(found)) for name in found}
     return {"ok": all(every.values()), "processes": dist.get_world_size(), **every}
 

@@ -21,12 +21,10 @@ from stage import tiny_llama
 
 from fa2patch.packing import PackedBatchSampler
 
-PADDING = len(EXAMPLES)
-"""A token id that no example has."""
+PADDING = len(EXAMPLES)  # a token id that no example has
 
 
 def with_adapter() -> dict[str, bool]:
-    """Let accelerate wrap the loader into DeepSpeed's adapter, and put the parts of each row together again."""
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     PartialState(backend="gloo")  # without a backend it takes a CPU's process for the only one
     deepspeed.comm.all_gather = _gathered_like_nccl
@@ -65,7 +63,7 @@ def with_adapter() -> dict[str, bool]:
 
 
 def _gathered_like_nccl(into: list[torch.Tensor], tensor: torch.Tensor, group: Any = None) -> None:
-    """Gather tensors of different sizes too. NCCL does it, gloo does not."""
+    # Gathers tensors of different sizes too, as NCCL does and gloo does not.
     if all(one.shape == tensor.shape for one in into):
         dist.all_gather(into, tensor, group=group)
         return
@@ -76,7 +74,7 @@ def _gathered_like_nccl(into: list[torch.Tensor], tensor: torch.Tensor, group: A
 
 
 def _whole(batches: list[dict[str, torch.Tensor]]) -> list[dict[str, Any]]:
-    """Return the rows that all groups got from the adapter, in the sampler's order of steps and ranks."""
+    # The rows of all groups come in the sampler's order of steps and ranks.
     found = []
     of_ranks = of_every_rank(batches)
     for step in range(0, len(batches), GROUP):
@@ -88,7 +86,7 @@ def _whole(batches: list[dict[str, torch.Tensor]]) -> list[dict[str, Any]]:
 
 
 def _shifted(batch: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Return a whole row as lists, with its labels shifted, as the adapter does it."""
+    # The adapter shifts the labels in this way.
     labels = torch.nn.functional.pad(batch.pop("labels"), (0, 1), value=-100)
     return {**{name: value.tolist() for name, value in batch.items()}, "shift_labels": labels[:, 1:].tolist()}
 

@@ -17,7 +17,7 @@ NEWER = int(transformers.__version__.split(".")[0]) >= 5
 
 
 class Models:
-    """Tiny models in a folder that all processes read."""
+    # The folder is one that all processes read.
 
     def __init__(self) -> None:
         folder = [tempfile.mkdtemp(prefix="fa2patch-")]
@@ -26,7 +26,6 @@ class Models:
         self.plan: dict[str, str] | None = None  # None is the config's own
 
     def load(self, case: Case, split: bool) -> Any:
-        """Load a case's model in double precision, split over the processes or whole."""
         name = "-".join([case.family, *(f"{key}={value}" for key, value in case.changes.items())])
         built = tiny_models.build(case.family, "eager", **case.changes)
         if dist.get_rank() == 0 and not (self.folder / name).exists():
@@ -49,7 +48,7 @@ class Models:
 
 
 def full(tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """Return a sharded tensor whole. Transformers 4 shards experts in plain tensors, along one dimension."""
+    # Transformers 4 shards experts in plain tensors, along one dimension.
     tensor = tensor.detach()
     if hasattr(tensor, "full_tensor"):
         tensor = tensor.full_tensor()
@@ -69,7 +68,7 @@ def sharded(model: Any, reference: Any) -> str:
 
 
 def apart(model: Any, reference: Any, what: str) -> dict[str, float]:
-    """Return how far each parameter's gradient (``grad``) or weights (``data``) are from the reference."""
+    # ``what`` is ``grad`` or ``data``.
     found = {}
     for (name, one), (same, other) in zip(model.named_parameters(), reference.named_parameters()):
         assert name == same

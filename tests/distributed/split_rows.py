@@ -1,8 +1,7 @@
 """Split rows over two processes by context parallelism: ``split_rows.py ENGINE OUT``, run by torchrun.
 
 ENGINE is torch, accelerate (``cp_size`` with FSDP2), Trainer (``cp_size``) or ring_flash_attn: see ``splitters.py``. A
-patched model must refuse every batch on every rank before its first layer runs, whether it was patched before or after
-it was prepared.
+patched model must refuse every batch on every rank before its first layer runs.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ import fa2patch
 from compat_matrix import tiny_models
 
 BOUND = 1e-5
+# The definition of these families is their eager code. Context parallelism has none of it.
 IN_EAGER_ONLY = ("gpt_oss", "gemma2")
-"""Families whose definition is their eager code. Context parallelism has none of it."""
 
 
 def built(case: Case, attention: str = "sdpa") -> Any:
@@ -35,7 +34,7 @@ def built(case: Case, attention: str = "sdpa") -> Any:
 
 
 def refused(engine: Torch, case: Case, first: bool, verify: bool = False) -> Cell:
-    """Return the cell of a model that is patched before (``first``) or after the engine prepares it."""
+    # ``first``: the model is patched before the engine prepares it.
     model, batch = built(case), case.batch()
     for step in (fa2patch.apply, engine.prepare) if first else (engine.prepare, fa2patch.apply):
         try:
@@ -59,7 +58,7 @@ def refused(engine: Torch, case: Case, first: bool, verify: bool = False) -> Cel
 
 
 def target(batch: Batch, model: Any) -> torch.Tensor:
-    """Return the logits of documents alone at their places, ``[rows, length, vocabulary]``; NaN at padding."""
+    # The logits of documents alone at their places, [rows, length, vocabulary], and NaN at padding.
     with torch.no_grad():
         right = alone(model, batch)[0]
     found = torch.full((*batch.labels.shape, right[0].shape[-1]), float("nan"))
@@ -70,10 +69,7 @@ def target(batch: Batch, model: Any) -> torch.Tensor:
 
 @torch.no_grad()
 def without(engine: Torch, case: Case) -> Cell:
-    """Return what an unpatched model does with its part of the batch.
-
-    If it raises, ``off_by`` is what the prepared model does with the whole batch in one process.
-    """
+    # If the unpatched model raises, ``off_by`` is what the prepared model does with the whole batch in one process.
     if isinstance(engine, Ring):
         return cell("error", engine.starts() or "ring_flash_attn needs a GPU")
     model, batch = built(case, engine.attention), case.batch()
@@ -96,7 +92,7 @@ def without(engine: Torch, case: Case) -> Cell:
 
 
 def without_verified(engine: Torch) -> Cell:
-    """Return what ``verify`` says about an unpatched model, whose documents it can only read from its part's ids."""
+    # An unpatched model's documents can only be read from its part's ids.
     model, batch = built(Case(), engine.attention), Case().batch()
     engine.prepare(model)
     try:
@@ -110,14 +106,14 @@ def without_verified(engine: Torch) -> Cell:
 
 @torch.no_grad()
 def whole(engine: Torch, case: Case, batch: Batch) -> float:
-    """Return how far a prepared, unpatched model with whole rows in one process is from documents alone."""
+    # How far a prepared, unpatched model with whole rows in one process is from documents alone.
     prepared = built(case)
     engine.prepare(prepared)
     return furthest(prepared(**batch.call, use_cache=False).logits, batch, alone(built(case), batch)[0])
 
 
 def outside(engine: Torch) -> tuple[Cell, Cell]:
-    """Return what a prepared model does with whole rows outside of the engine's context, such as in evaluation."""
+    # Outside of the engine's context, such as in evaluation, the model gets whole rows.
     case = Case()
     batch, model = case.batch(), built(case)
     fa2patch.apply(model)

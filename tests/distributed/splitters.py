@@ -24,26 +24,19 @@ from compat_matrix import tiny_models
 
 
 class Torch:
-    """torch's ``context_parallel`` around a forward.
-
-    Attributes:
-        word: what the refusal says of the engine.
-        attention: the implementation of unpatched models. On a CPU, sdpa with a mask fails in one process while the
-            other one waits for it. Eager attention is computed, because torch does not replace it.
-    """
-
-    word = "cp_size"
+    word = "cp_size"  # what the refusal says of the engine
+    # The implementation of unpatched models. On a CPU, sdpa with a mask fails in one process while the other one waits
+    # for it. Eager attention is computed, because torch does not replace it.
     attention = "eager"
 
     def __init__(self) -> None:
         self.mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
 
-    def prepare(self, model: Any) -> None:
-        """Do to a model what the engine does before training."""
+    def prepare(self, model: Any) -> None: ...
 
     @contextlib.contextmanager
     def split(self, model: Any, call: dict[str, Any], more: list[torch.Tensor]) -> Iterator[dict[str, Any]]:
-        """Split a batch in place, and tensors like it, and return the forward's arguments."""
+        # The batch, and tensors like it, are split in place.
         from torch.distributed.tensor.experimental import context_parallel
 
         buffers = [value for value in call.values() if torch.is_tensor(value) and value.dim() == 2] + more
@@ -51,12 +44,12 @@ class Torch:
             yield call
 
     def starts(self) -> str:
-        """Return the error with which the engine itself starts on a CPU, or nothing."""
+        # The error with which the engine itself starts on a CPU.
         return ""
 
 
 class Accelerate(Torch):
-    """``ParallelismConfig(cp_size=2)``: hooks that replace each layer's mask, and torch's ``context_parallel``."""
+    # accelerate adds hooks that replace each layer's mask to torch's ``context_parallel``.
 
     attention = "sdpa"
 
@@ -97,7 +90,7 @@ class Accelerate(Torch):
 
 
 class ByTrainer(Accelerate):
-    """Trainer with ``cp_size``, which adds ``shift_labels`` and splits through accelerate."""
+    # Trainer adds ``shift_labels`` and splits through accelerate.
 
     @contextlib.contextmanager
     def split(self, model: Any, call: dict[str, Any], more: list[torch.Tensor]) -> Iterator[dict[str, Any]]:
@@ -129,7 +122,7 @@ class ByTrainer(Accelerate):
 
 
 class Ring(Torch):
-    """ring_flash_attn's ``substitute_hf_flash_attn``, with a function in its module's name: it needs flash-attn."""
+    # The function stands in the module's name, because ring_flash_attn needs flash-attn.
 
     word, package = "ring attention", "ring_flash_attn"
 

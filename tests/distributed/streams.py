@@ -30,7 +30,6 @@ def ids(batches: Iterable[dict[str, Any]]) -> list[int]:
 
 
 def once(own: list[int], repeated: int = 0) -> bool:
-    """Return whether all ranks together have every example once, some of them in this rank."""
     found = Counter(one for rank in of_every_rank(own) for one in rank)
     return bool(own) and found.keys() == set(range(2, 122)) and found.total() <= len(EXAMPLES) + repeated
 
@@ -44,7 +43,7 @@ def refused(rows: Iterable[Any]) -> str:
 
 
 def with_torch() -> dict[str, bool]:
-    """A loop of one's own, with workers that are copies of the process and workers that are started anew."""
+    # Workers are copies of the process, or are started anew.
     dist.init_process_group("gloo")
     found = {"an error without ranks": "ranks='split'" in refused(stream(EXAMPLES, BUDGET))}
     for workers in (0, 1, 2, 4):
@@ -65,7 +64,7 @@ def with_torch() -> dict[str, bool]:
 
 
 def with_trainer() -> dict[str, bool]:
-    """Trainer gives each rank some of the rows, and repeats some at the end so that all ranks have as many."""
+    # Trainer repeats some rows at the end, so that all ranks have as many.
     from transformers import Trainer, TrainingArguments
 
     seen: list[Any] = []

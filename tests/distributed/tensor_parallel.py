@@ -1,8 +1,8 @@
 """Split the heads of models over processes by ``tp_plan="auto"``: ``tensor_parallel.py OUT``, run by torchrun.
 
 Every process has whole rows, so it has the boundaries. A model that is sharded and patched trains on packed batches,
-and is compared with a model that is neither and trains on the documents one by one: logits, loss, gradients, weights
-after some steps. Another document's tokens must not change a bit. Without fa2patch, only the logits are compared.
+and is compared with a model that is neither and trains on the documents one by one. Another document's tokens must not
+change a bit. Without fa2patch, only the logits are compared.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ from compat_matrix import tiny_models
 
 STEPS = 3
 RATE = 0.005
+# How much the weights of a third model differ. A delta net computes in single precision: with weights so little apart,
+# the gradients of the third step are a thousandth apart, and the logits some hundred-thousandths. No bound of gradients
+# and logits is below what this model shows.
 SHAKEN = 1e-9
-"""How much the weights of a third model differ. A delta net computes in single precision, and its gradients of the
-third step are a thousandth apart if its weights differ so little, and its logits some hundred-thousandths. No bound of
-gradients and logits is below what this model shows."""
+# Relative to the largest value of the same tensor. Models are in double precision, but norms and tables of rotary
+# embeddings are in single precision, and sums over processes are taken in another order.
 BOUNDS = {"loss": 1e-6, "logits": 1e-5, "gradients": 1e-5, "weights": 1e-5}
-"""Relative to the largest value of the same tensor. Models are in double precision, but norms and tables of rotary
-embeddings are in single precision, and sums over processes are taken in another order."""
+# What another document may change in a mixture of experts in double precision: see ``fa2patch.verify``.
 ROUNDING = 1e-9
-"""What another document may change in a mixture of experts in double precision: see ``fa2patch.verify``."""
 
+# A plan for GPT-OSS's attention. The model's own plan shards the experts too in Transformers 4, where their gradients
+# are wrong, and nothing but the head in Transformers 5.
 SINKS = {
     **{f"layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"},
     "layers.*.self_attn.o_proj": "rowwise",
     "layers.*.self_attn.sinks": "rowwise" if NEWER else "local_rowwise",
     **({"layers.*.self_attn": "local_params"} if NEWER else {}),
 }
-"""A plan for GPT-OSS's attention. The model's own plan shards the experts too in Transformers 4, where their gradients
-are wrong, and nothing but the head in Transformers 5."""
 
 
 def cases() -> dict[str, Case]:
@@ -71,12 +71,12 @@ def cases() -> dict[str, Case]:
     }
 
 
+# These plans are used in the place of the config's own.
 PLANS = {"sinks": SINKS}
-"""Plans that are used in the place of the config's own."""
 
 
 def moved(model: Any, batch: Batch) -> float:
-    """Return the largest change of a document's logits when another document's own tokens are replaced."""
+    # The largest change of a document's logits when another document's own tokens are replaced.
     with torch.no_grad():
         before = model(**batch.call, use_cache=False).logits.flatten(0, 1)
         largest = 0.0
@@ -90,10 +90,8 @@ def moved(model: Any, batch: Batch) -> float:
 
 
 def trained(case: Case, models: Models) -> dict[str, Any]:
-    """Return the largest distances over all steps, the change by other documents, and what is wrong.
-
-    ``wrong`` names the gradients that are, and ``near`` says whether the logits of every step are within their bound.
-    """
+    # ``wrong`` of the result names wrong gradients, and ``near`` says whether the logits of every step are within their
+    # bound.
     batch, model = case.batch(), models.load(case, split=True)
     reference, third = models.load(case, split=False), shaken(models.load(case, split=False))
     fa2patch.apply(model)
@@ -132,7 +130,6 @@ def shaken(model: Any) -> Any:
 
 
 def without(case: Case, models: Models) -> Cell:
-    """Return what the sharded model alone does with the batch: how far logits and loss are from documents alone."""
     batch, model, reference = case.batch(), models.load(case, split=True), models.load(case, split=False)
     try:
         found = model(**batch.call, labels=batch.labels, use_cache=False)
@@ -145,11 +142,8 @@ def without(case: Case, models: Models) -> Cell:
 
 
 def with_fa2patch(case: Case, models: Models) -> Cell:
-    """Return the cell of the patched model.
-
-    An error is upstream's own if the unpatched sharded model cannot train on one document either, and so are wrong
-    gradients if the same ones are wrong there.
-    """
+    # An error is upstream's own if the unpatched sharded model cannot train on one document either, and so are wrong
+    # gradients if the same ones are wrong there.
     try:
         off = trained(case, models)
     except fa2patch.Fa2PatchError as error:
@@ -175,7 +169,6 @@ def _failure_alone(case: Case, models: Models) -> str:
 
 
 def wrong_alone(case: Case, models: Models) -> list[str]:
-    """Return the wrong gradients of the unpatched sharded model for a batch of one document."""
     document = case.batch().documents[0][None]
     pair = [models.load(case, split=True), models.load(case, split=False)]
     for model in pair:
@@ -184,7 +177,7 @@ def wrong_alone(case: Case, models: Models) -> list[str]:
 
 
 def verified(models: Models) -> tuple[Cell, Cell]:
-    """Return what ``verify`` says on every rank: with fa2patch, also about a planted leak, and without."""
+    # ``verify`` is asked on every rank, also about a planted leak.
     case, batch = Case(), packed((5, 9), (9, 5)).call
     model, plain = models.load(case, split=True), models.load(case, split=True)
     fa2patch.apply(model)
@@ -209,7 +202,7 @@ def verified(models: Models) -> tuple[Cell, Cell]:
 
 
 def with_accelerate() -> tuple[Cell, Cell]:
-    """Return the error of accelerate's ``tp_size`` on a CPU. Where there is none, it must be compared as well."""
+    # accelerate's ``tp_size`` fails on a CPU. Where it does not, it must be compared as well.
     from accelerate import Accelerator, ParallelismConfig
 
     try:

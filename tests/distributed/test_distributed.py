@@ -1,4 +1,4 @@
-"""Packed training in several processes equals training in one. The scripts are in the same folder."""
+"""Packed training in several processes, by the scripts of this folder, equals training in one."""
 
 import importlib.util
 
@@ -28,7 +28,7 @@ def test_ddp_and_fsdp2_quickly():
 @pytest.mark.slow
 @needs_registry
 def test_ulysses_quickly():
-    """Without DeepSpeed too: what it registers is looked at, and the rows are split as it splits them."""
+    # Without DeepSpeed too: what it registers is looked at, and the rows are split as it splits them.
     found = launched("ulysses_architectures llama gpt_oss jamba bert:masked")["architectures"]
     assert [one["crossing"]["found"] for one in found.values()] == ["right", "right", "refused", "right"], found
     assert found["jamba"]["whole"]["found"] == "right"
@@ -57,7 +57,6 @@ def test_passes_of_a_loss_that_is_not_known(engine):
 
 
 def needs(entry):
-    """What an entry of stacks.toml needs."""
     if entry == "raw":
         return needs_fsdp2
     return needs_deepspeed if "zero" in entry or "ulysses" in entry else ()
@@ -72,7 +71,7 @@ ENTRIES = dict.fromkeys(
 @pytest.mark.slow
 @pytest.mark.parametrize("entry", [pytest.param(entry, marks=needs(entry)) for entry in ENTRIES])
 def test_a_script_in_several_processes(entry, finding):
-    """The stacks run it, each in its environment: stacks.toml names the scripts."""
+    # The stacks run it, each in its environment: stacks.toml names the scripts.
     finding.update(launched(entry))
     assert finding["ok"]
 
@@ -116,6 +115,5 @@ def test_ranks_and_workers_read_a_stream_once(way):
 )
 @pytest.mark.parametrize("engine", ["fsdp1", "trainer fsdp1", "trainer fsdp2"])
 def test_fsdp_on_gpus(engine):
-    """The test uses two processes, or one if there is only one GPU."""
     processes = min(2, torch.cuda.device_count())
     assert launched(f"fsdp_gpu {engine}, {processes} processes")["ok"]

@@ -1,5 +1,4 @@
 """Counts the bytes that a process sends through torch.distributed.
-
 As a script, run by torchrun, it counts those of the exchange of heads: ``traffic.py OUT``.
 """
 
@@ -22,21 +21,13 @@ from fa2patch.upstream import ulysses
 
 
 class Traffic:
-    """The collective calls of a process while it is counted.
-
-    Attributes:
-        sent: the bytes that this process sends to others, by function.
-        calls: the number of calls, by function.
-    """
-
     def __init__(self) -> None:
-        self.sent: Counter[str] = Counter()
-        self.calls: Counter[str] = Counter()
+        self.sent: Counter[str] = Counter()  # the bytes that this process sends to others, by function
+        self.calls: Counter[str] = Counter()  # by function
 
 
 @contextlib.contextmanager
 def traffic() -> Iterator[Traffic]:
-    """Count the calls of ``all_to_all_single`` and ``all_gather`` inside the context."""
     counted, exchange, gather = Traffic(), dist.all_to_all_single, dist.all_gather
 
     def note(name: str, tensor: torch.Tensor, share: float) -> None:
@@ -58,12 +49,12 @@ def traffic() -> Iterator[Traffic]:
         yield counted
 
 
+# Query heads, key heads, and widths of key and value heads.
 HEADS = {"all": (8, 8, 16, 16), "grouped": (8, 2, 16, 16), "one key head": (4, 1, 8, 8), "latent": (4, 4, 24, 16)}
-"""Query heads, key heads, and widths of key and value heads."""
 
 
 def exchanged(part: ulysses.RowPart, heads: int, keys: int, width: int, value_width: int) -> list[int]:
-    """Return the bytes that this process sends in one layer's exchange of heads, forward and backward."""
+    # The bytes of one layer's exchange of heads, forward and backward.
     processes = dist.get_world_size()
     shapes = (heads, width), (keys, width), (keys, value_width)
     q, k, v = (torch.randn(2, 6, n, d, requires_grad=True, dtype=torch.bfloat16) for n, d in shapes)

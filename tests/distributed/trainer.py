@@ -1,11 +1,9 @@
 """Compare Trainer packed in two processes with Trainer padded in one.
 
-``trainer.py ENGINE [budget [any]] [weights] OUT [REFERENCE]``: ENGINE is ddp, zero2 or zero3. With ``budget``, each
-process cuts its batches into passes, of which it needs another number than the other process; with ``any``, the loss is
-in code that is not known, and sees the whole batch. With ``weights``, tokens weigh differently in the loss, and a fifth
-of them is not in it. With REFERENCE the script is run by torchrun and writes its
-finding to OUT. Without REFERENCE one process trains an unpatched model and writes its losses and weights to OUT. It
-accumulates twice as many batches, so that every step has the same examples.
+``trainer.py ENGINE [budget [any]] [weights] OUT [REFERENCE]``: ENGINE is ddp, zero2 or zero3. ``budget``: batches are
+cut into passes, of which the processes need different numbers; ``any``: the loss is in code that is not known.
+``weights``: tokens weigh differently in the loss, and a fifth of them is not in it. Run by torchrun with REFERENCE, or
+without it in one process, which trains an unpatched model, accumulates twice as many batches, and writes the reference.
 """
 
 from __future__ import annotations
@@ -86,28 +84,27 @@ def main(engine: str, *told: str) -> None:
 
 
 def weights_of(ids: torch.Tensor) -> torch.Tensor:
-    """How much tokens count in the loss, float32 of the same shape."""
     return (ids % 5).float() / 2
 
 
 def packed_with_weights(features: Any) -> dict[str, Any]:
-    """One row, with the weights as a column of its examples."""
+    # The weights are a column of the examples.
     given = [{**one, "loss_weights": weights_of(torch.tensor(one["input_ids"])).tolist()} for one in tokens(features)]
     return fa2patch.DataCollatorWithFlattening(loss_weights="token")(given)
 
 
 class OfAnyLoss(Trainer):
-    """Trainer's own loss in code that is not known."""
+    # Trainer's own loss, in code that is not known.
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         return super().compute_loss(*args, **kwargs)
 
 
 class Weighted(Trainer):
-    """The loss of padded batches, weighed, and divided by the tokens of the whole step that have a weight."""
+    # The loss of padded batches, weighed, and divided by the tokens of the whole step that have a weight.
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        """Take out of the labels what has no weight, before the step's labels are counted."""
+        # What has no weight is taken out before the step's labels are counted.
         batches, _ = super().get_batch_samples(*args, **kwargs)
         for batch in batches:
             batch["labels"][weights_of(batch["labels"]) == 0] = IGNORED
@@ -121,7 +118,7 @@ class Weighted(Trainer):
 
 
 def imbalances(costs: list[float]) -> list[float]:
-    """What the costs of this rank's batches, and those of the others, are to give in the log of each step."""
+    # What the log of each step should say of the costs of all ranks' batches.
     batches = np.array(of_every_rank(costs[: STEPS * ACCUMULATED])).T  # a loader reads ahead
     steps = np.split(batches, STEPS)
     return [round(fa2patch.packing.imbalance(each), 4) for each in steps]
@@ -136,7 +133,7 @@ def options(engine: str) -> dict[str, Any]:
 
 
 class Between(TrainerCallback):
-    """Runs ``verify`` after the second step, on the engine's wrapper and on the model inside it."""
+    # ``verify`` runs after the second step, on the engine's wrapper and on the model inside it.
 
     def __init__(self, batch: dict[str, Any]) -> None:
         self.batch = batch

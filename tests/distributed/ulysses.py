@@ -27,52 +27,40 @@ from compat_matrix.long_rows import bytes_sent_by_a_forward, bytes_sent_by_a_lay
 from fa2patch.patch.padding import pack_padded_batches
 
 STEPS = 10
+# A larger difference of a loss or gradient is a leak.
 SMALL = 1e-4
-"""A larger difference of a loss or gradient is a leak."""
 
+# The largest relative difference of a step's loss, and of gradients and final weights by their largest value. Models
+# are in double precision if they can be, because in single precision the rounding of ten steps with mixers is as large
+# as this. Norms and tables of rotary embeddings are in single precision all the same, and processes sum in another
+# order.
 LOSS, GRADIENT, WEIGHT = 1e-6, 1e-5, 1e-5
-"""The largest relative difference of a step's loss, and of gradients and final weights by their largest value. Models
-are in double precision if they can be, because in single precision the rounding of ten steps with mixers is as large as
-this. Norms and tables of rotary embeddings are in single precision all the same, and processes sum in another order."""
 
-SHARED = 12
-"""Length of the prompt that the documents of a case share."""
+SHARED = 12  # length of the prompt that the documents of a case share
 
 CROSSING = ((10, 40, 14),)
 TWO_ROWS = ((10, 40, 14), (5, 27, 20, 12))
+# Document lengths of rows of 64 tokens. Those of ``WHOLE`` lie whole in each of four processes, too.
 WHOLE = ((12, 4, 16, 14, 2, 13, 3),)
-"""Document lengths of rows of 64 tokens. Those of ``WHOLE`` lie whole in each of four processes, too."""
 
 
 @dataclass
 class Case:
-    """One feature.
-
-    Attributes:
-        family: the architecture.
-        lengths: document lengths of each row.
-        config: changes of its config.
-        batch: changes the batch before rows are split.
-        model: changes the model before it is patched.
-        refused: a part of the expected error; empty if the feature is right.
-        prompts: how many tokens at the start of each document have no loss. More than 1: documents share them.
-        call: further arguments of the forward.
-        proven: False for an architecture that the matrix does not have. No rank can prove it by itself.
-    """
-
     family: str = "llama"
-    lengths: tuple[tuple[int, ...], ...] = CROSSING
+    lengths: tuple[tuple[int, ...], ...] = CROSSING  # document lengths of each row
     config: dict[str, Any] = field(default_factory=dict)
-    batch: Callable[[dict[str, Any]], dict[str, Any]] = dict
-    model: Callable[[Any], Any] = lambda model: model
-    refused: str = ""
+    batch: Callable[[dict[str, Any]], dict[str, Any]] = dict  # changes the batch before rows are split
+    model: Callable[[Any], Any] = lambda model: model  # changes the model before it is patched
+    refused: str = ""  # a part of the expected error; empty if the feature is right
+    # How many tokens at the start of each document have no loss. If more than 1, documents share them.
     prompts: int = 1
     call: dict[str, Any] = field(default_factory=dict)
+    # False for an architecture that the matrix does not have. No rank can prove it by itself.
     proven: bool = True
 
 
 def with_lengths(batch: dict[str, Any]) -> dict[str, Any]:
-    """Lengths of the whole rows instead of position ids. Nothing has to be gathered."""
+    # With lengths of the whole rows instead of position ids, nothing has to be gathered.
     starts = (batch["position_ids"].flatten() == 0).nonzero().flatten()
     cu = torch.cat([starts, torch.tensor([batch["input_ids"].numel()])]).int()
     longest = int(cu.diff().max())
@@ -102,7 +90,7 @@ def checkpointing(reentrant: bool) -> Callable[[Any], Any]:
 
 
 def packing_padded_batches(model: Any) -> Any:
-    """Hooks that make rows without padding must not do so with parts of rows."""
+    # Hooks that make rows without padding must not do so with parts of rows.
     if fa2patch.status(model) is not None:
         pack_padded_batches(model)
     return model
@@ -117,7 +105,7 @@ def with_pictures(batch: dict[str, Any]) -> dict[str, Any]:
 
 
 def shared(batch: dict[str, Any]) -> dict[str, Any]:
-    """The documents, which start with equal prompts, with each prompt once. Rows are filled by a short document."""
+    # The documents start with equal prompts, and each prompt is kept once. Rows are filled by a short document.
     starts = (batch["position_ids"][0] == 0).nonzero().flatten().tolist()
     docs = [row for row in batch["input_ids"][0].tensor_split(starts[1:]) if (row != 1).any()]
     made = fa2patch.packing.share([doc.tolist() for doc in docs], prompts=[SHARED] * len(docs))
@@ -168,7 +156,7 @@ CASES = {
 
 
 def batch_of(case: Case, docs: list[torch.Tensor]) -> dict[str, Any]:
-    """The packed batch, with labels. Rows that end early are padded by tokens 1 with positions 0."""
+    # Rows that end early are padded by tokens 1 with positions 0.
     ids, at = [], 0
     longest = max(map(sum, case.lengths))
     longest += -longest % 4
@@ -184,7 +172,7 @@ def batch_of(case: Case, docs: list[torch.Tensor]) -> dict[str, Any]:
 
 
 def step_of(model: Any) -> Any:
-    """An optimizer. Adam's smallest denominator is raised, because it would amplify rounding to full steps."""
+    # Adam's smallest denominator is raised, because it would amplify rounding to full steps.
     return torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4)
 
 
@@ -214,7 +202,7 @@ def right(case: Case, docs: list[torch.Tensor], model: Any) -> dict[str, Any]:
 
 
 def split(case: Case, docs: list[torch.Tensor], model: Any) -> dict[str, Any]:
-    """Train on this process's part of the packed rows; gradients are summed over the processes."""
+    # Gradients are summed over the processes.
     optimizer, losses, first, plain = step_of(model), [], {}, model
     model = case.model(model)
     whole = case.batch(batch_of(case, docs))
@@ -271,7 +259,6 @@ def compared(case: Case, patched: bool) -> dict[str, Any]:
 
 
 def tried(case: Case) -> dict[str, Any]:
-    """Return what became of a feature, and whether that is what is expected."""
     try:
         off = compared(case, patched=True)
     except Exception as error:
@@ -283,7 +270,6 @@ def tried(case: Case) -> dict[str, Any]:
 
 
 def alone(case: Case) -> dict[str, Any]:
-    """Return what becomes of a feature without fa2patch."""
     try:
         off = compared(case, patched=False)
     except Exception as error:
@@ -293,7 +279,6 @@ def alone(case: Case) -> dict[str, Any]:
 
 
 def verified() -> dict[str, Any]:
-    """``verify`` on every process: of a patched model, of one that leaks in one layer, and of an unpatched one."""
     model = tiny_models.build("llama", "sdpa").train()
     ulysses_rows.register(model, dist.get_world_size())
     batch = batch_of(Case(), documents(Case()))
@@ -313,7 +298,7 @@ def verified() -> dict[str, Any]:
 
 
 def sent() -> dict[str, Any]:
-    """The bytes that this process sends in one step, those of the paper, and what it sends without fa2patch."""
+    # The bytes of one step are compared with those of the paper, and with what is sent without fa2patch.
     found: dict[str, Any] = {"ok": True}
     for family in ("llama", "deepseek_v3"):
         model = tiny_models.build(family, "sdpa").train()
@@ -339,7 +324,6 @@ def with_ids(batch: dict[str, Any]) -> dict[str, Any]:
 
 
 def one_step(model: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> dict[str, Traffic]:
-    """What is sent in the forward and in the backward of one batch."""
     batch = ulysses_rows.part(change(batch_of(Case(), documents(Case()))))
     labels = batch.pop("shift_labels")
     with traffic() as forward:
@@ -350,7 +334,6 @@ def one_step(model: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> 
 
 
 def counted(model: Any, change: Callable[[dict[str, Any]], dict[str, Any]], layers: int) -> dict[str, dict[str, float]]:
-    """The bytes that a patched model sends, and those of the paper."""
     step, processes, tokens = one_step(model, change), dist.get_world_size(), sum(CROSSING[0])
     paper = bytes_sent_by_a_layer(tokens // processes, processes, itemsize=4, **heads_of(model.config))
     ids = 0 if change is with_lengths else bytes_sent_by_a_forward(tokens // processes, processes)
@@ -363,7 +346,7 @@ def counted(model: Any, change: Callable[[dict[str, Any]], dict[str, Any]], laye
 
 
 def heads_of(config: Any) -> dict[str, int]:
-    """The heads of a model's attention, as :func:`bytes_sent_by_a_layer` takes them."""
+    # The heads are named as :func:`bytes_sent_by_a_layer` takes them.
     queries, dim = config.num_attention_heads, getattr(config, "head_dim", None)
     dim = dim or config.hidden_size // queries
     heads = {"heads": queries, "key_heads": config.num_key_value_heads, "head_dim": dim, "value_dim": dim}

@@ -1,8 +1,7 @@
 """Every architecture under Ulysses, in two processes: ``ulysses_architectures.py [ARCHITECTURE ...] OUT``.
 
 Two packed rows, whose documents cross the border between the processes, are compared with the documents alone in one
-process: logits, the gradients of all parameters, and by changing a document. Architectures whose mixers carry a state
-are run again with documents that lie whole in a process.
+process. Architectures whose mixers carry a state run again with documents that lie whole in a process.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from compat_matrix.check.cell import Cell, NotApplicable, assert_unmoved
 from compat_matrix.check.compare import assert_close, assert_same_gradients
 
 CROSSING = ((10, 40, 14), (5, 27, 20, 12))
+# Document lengths of two rows of 64 tokens. Each of two processes has 32 tokens of every row.
 WHOLE = ((12, 20, 32), (32, 5, 27))
-"""Document lengths of two rows of 64 tokens. Each of two processes has 32 tokens of every row."""
 
 
 def batch_of(lengths: tuple[tuple[int, ...], ...], docs: list[torch.Tensor]) -> dict[str, Any]:
@@ -60,14 +59,14 @@ def check(cell: Cell, lengths: tuple[tuple[int, ...], ...]) -> None:
 
 
 def loss(logits: torch.Tensor, batch: dict[str, Any]) -> torch.Tensor:
-    """The sum of next-token losses of this process's tokens."""
+    # The sum of next-token losses of this process's tokens.
     labels = torch.where(batch["position_ids"] == batch["position_ids"].min(), -100, batch["input_ids"])
     shifted = ulysses_rows.part({"input_ids": labels, "labels": labels})["shift_labels"]
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), shifted.flatten(), reduction="sum")
 
 
 def implementation(name: str) -> str:
-    """One that the architecture has and DeepSpeed takes if there is any: sdpa, or else FlexAttention."""
+    # DeepSpeed takes sdpa and FlexAttention. An architecture may have neither.
     for taken in ("sdpa", "flex_attention"):
         try:
             tiny_models.build(name, taken)
@@ -78,7 +77,7 @@ def implementation(name: str) -> str:
 
 
 def tried(cell: Cell, lengths: tuple[tuple[int, ...], ...]) -> dict[str, str]:
-    """Return what became of it. Every process comes to the same result, or waits for the others in vain."""
+    # Every process comes to the same result, or waits for the others in vain.
     try:
         check(cell, lengths)
     except fa2patch.Fa2PatchError as error:

@@ -1,8 +1,8 @@
 """Ulysses as users start it, against one process: ``ulysses_engine.py WAY STAGE OUT``, run by torchrun.
 
 WAY is ``loop`` (a loop with accelerate, ``sp_size=2``) or ``trainer``, and STAGE is ``zero1`` to ``zero3``, or
-``alone``, which trains without fa2patch. DeepSpeed's own loader splits the rows, and its engine steps the optimizer.
-The right losses and weights are those of an unpatched model in one process that is given one document after another.
+``alone``, which trains without fa2patch. The right losses and weights are those of an unpatched model in one process
+that is given one document after another.
 """
 
 from __future__ import annotations
@@ -30,19 +30,18 @@ from compat_matrix.check import rows
 
 STEPS, LENGTH, RATE, EPSILON = 10, 64, 1e-3, 1e-4
 LOSS, WEIGHT = 1e-6, 1e-5
+# A larger relative difference of a loss is a leak.
 LEAK = 1e-4
-"""A larger relative difference of a loss is a leak."""
 
 STAGES = {"zero1": 1, "zero2": 2, "zero3": 3, "alone": 3}
+# Whether DeepSpeed's loader works with gloo. 0.18 gathers numbers into lists of one, which only NCCL takes.
 ADAPTER_GATHERS = tuple(map(int, deepspeed.__version__.split(".")[:2])) >= (0, 19)
-"""Whether DeepSpeed's loader works with gloo. 0.18 gathers numbers into lists of one, which only NCCL takes."""
 
+# Lengths of the documents of each step's row. It is padded to ``LENGTH``, as gloo gathers equal rows only.
 DOCUMENTS = [(10, 40, 14), (5, 27, 20), (31, 33), (64,), (1, 2, 50)] * 2
-"""Lengths of the documents of each step's row. It is padded to ``LENGTH``, as gloo gathers equal rows only."""
 
 
 def examples() -> list[list[dict[str, Any]]]:
-    """The examples of each step."""
     made = []
     for step, lengths in enumerate(DOCUMENTS):
         made.append([{"input_ids": doc.tolist()} for doc in rows.documents(*lengths, seed=step)])
@@ -50,7 +49,6 @@ def examples() -> list[list[dict[str, Any]]]:
 
 
 def loader() -> Any:
-    """A loader that gives the row of one step after another."""
     collate = fa2patch.DataCollatorWithFlattening(pad_to_multiple_of=LENGTH, pad_token_id=1)
     return torch.utils.data.DataLoader(examples(), batch_size=1, collate_fn=lambda step: collate(step[0]))
 
@@ -83,7 +81,7 @@ def parallelism() -> ParallelismConfig:
 
 
 def looped(stage: int, model: Any) -> list[float]:
-    """Train in a loop, as accelerate's guide to sequence parallelism has it."""
+    # accelerate's guide to sequence parallelism has this loop.
     plugin = DeepSpeedPlugin(hf_ds_config=settings(stage))
     accelerator = Accelerator(deepspeed_plugin=plugin, parallelism_config=parallelism())
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, eps=EPSILON, weight_decay=0.01)
@@ -108,7 +106,6 @@ def looped(stage: int, model: Any) -> list[float]:
 
 
 def trained(stage: int, model: Any) -> list[float]:
-    """Train by Trainer."""
     arguments = transformers.TrainingArguments(
         output_dir=tempfile.mkdtemp(), per_device_train_batch_size=1, max_steps=STEPS, learning_rate=RATE,
         adam_epsilon=EPSILON, weight_decay=0.01, lr_scheduler_type="constant", max_grad_norm=0.0, logging_steps=1,
@@ -130,7 +127,6 @@ def trained(stage: int, model: Any) -> list[float]:
 
 
 def without(train: Callable[[int, Any], list[float]], stage: int, model: Any, expected: list[float]) -> dict[str, Any]:
-    """Return what becomes of the same packed rows in a model that is not patched."""
     try:
         off = largest_relative_difference(train(stage, model), expected)
     except Exception as error:

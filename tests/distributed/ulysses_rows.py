@@ -40,11 +40,9 @@ _FUNCTIONS = {name: ALL_ATTENTION_FUNCTIONS[name] for name in ALL_ATTENTION_FUNC
 
 
 def register(model: Any, processes: int, rows: int = 1) -> Any:
-    """Let Ulysses split rows over so many processes, as accelerate does with ``sp_size``; return its ``mpu``.
-
-    What was registered before is taken back. DeepSpeed 0.18 knows no FlexAttention; it replaces every implementation.
-    Without DeepSpeed, a function is registered that has what fa2patch looks at, and computes nothing.
-    """
+    # Ulysses splits rows as accelerate sets it up with ``sp_size``; the result is its ``mpu``.
+    # What was registered before is taken back: DeepSpeed 0.18 knows no FlexAttention, and replaces every
+    # implementation. Without DeepSpeed, a function is registered that has what fa2patch looks at, and computes nothing.
     if deepspeed is None:
         return _look_alike(model.config._attn_implementation)
     for name, function in _FUNCTIONS.items():
@@ -60,7 +58,7 @@ def register(model: Any, processes: int, rows: int = 1) -> Any:
 
 
 def _look_alike(implementation: str) -> None:
-    """Register a function that is told from a user's own by the file that defines it, which lies in DeepSpeed."""
+    # fa2patch tells the function from a user's own by the file that defines it, which lies in DeepSpeed.
     packages = Path("/packages")
     for name in ("deepspeed", "deepspeed.runtime", "deepspeed.runtime.sequence_parallel"):  # what its import leaves
         package = sys.modules.setdefault(name, ModuleType(name))
@@ -75,7 +73,6 @@ def _look_alike(implementation: str) -> None:
 
 
 def group() -> Any:
-    """The processes that share rows."""
     if deepspeed is None:
         return dist.group.WORLD
     return parallel_state_sp.get_sequence_parallel_group()
@@ -84,10 +81,8 @@ def group() -> Any:
 def precision(
     build: Callable[[torch.dtype], Any], docs: list[torch.Tensor], otherwise: torch.dtype = torch.float32
 ) -> torch.dtype:
-    """Double precision if an unpatched model can be computed in it, because processes sum in another order.
-
-    4.57's DeepSeek V3 cannot: its experts mix single with double precision.
-    """
+    # Double precision is taken if an unpatched model can be computed in it, because processes sum in another order.
+    # 4.57's DeepSeek V3 cannot: its experts mix single with double precision.
     try:
         alone(build(torch.float64), docs)
     except Exception:
@@ -96,7 +91,7 @@ def precision(
 
 
 def part(batch: dict[str, Any]) -> dict[str, Any]:
-    """This process's part of a batch. Labels are shifted first, as in ``UlyssesSPDataLoaderAdapter``."""
+    # Labels are shifted first, as in ``UlyssesSPDataLoaderAdapter``.
     batch = dict(batch)
     if "labels" in batch:
         batch["shift_labels"] = torch.nn.functional.pad(batch.pop("labels"), (0, 1), value=IGNORED)[:, 1:]
@@ -109,23 +104,21 @@ def _has_tokens(value: Any, length: int) -> bool:
 
 
 def own(values: torch.Tensor) -> torch.Tensor:
-    """This process's part of values ``[..., length]``."""
+    # ``values`` are [..., length].
     length = values.shape[-1] // dist.get_world_size(group())
     return values.narrow(-1, dist.get_rank(group()) * length, length).contiguous()
 
 
 def whole(values: torch.Tensor) -> torch.Tensor:
-    """The values ``[batch, length, ...]`` of whole rows, from those of each process."""
+    # ``values`` are [batch, length, ...].
     parts = [torch.empty_like(values) for _ in range(dist.get_world_size(group()))]
     dist.all_gather(parts, values.detach().contiguous(), group=group())
     return torch.cat(parts, dim=1)
 
 
 def gradients(model: Any) -> dict[str, torch.Tensor]:
-    """Take the gradients of all parameters, summed over the processes, and reset them.
-
-    An expert may get tokens in one process only. Parameters without a gradient in any process are left out.
-    """
+    # Gradients are summed over the processes, and reset. An expert may get tokens in one process only. Parameters
+    # without a gradient in any process are left out.
     found = {}
     for name, parameter in model.named_parameters():
         gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
@@ -139,7 +132,6 @@ def gradients(model: Any) -> dict[str, torch.Tensor]:
 
 
 def run(main: Callable[[], dict[str, Any]], out: str) -> None:
-    """Run a script's main function in a gloo process. The first process writes the finding to a file."""
     torch.set_num_threads(1)
     if deepspeed is None:
         dist.init_process_group("gloo")

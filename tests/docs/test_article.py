@@ -1,7 +1,7 @@
 """The article that brought packing with position ids: huggingface.co/blog/packing-with-FA2, 21 August 2024.
 
-Its two examples are in docs/migrate.md, and test_snippets.py runs them. Here they are compared with the article's text.
-Its batch of four sequences is that of the article's draft; the published article shows it as a picture.
+Its two examples are in docs/migrate.md, and test_snippets.py runs them. Its batch of four sequences is that of the
+article's draft; the published article shows it as a picture.
 """
 
 import hashlib
@@ -14,11 +14,11 @@ from stage import tiny_llama
 
 import fa2patch
 
+# The checksum (SHA-256) of each example's text in the article, and its first line.
 EXAMPLES = {
     "fe1439b75bf491edbceb94a0c06dd125cedaeb167a4db7333b7e292d0f8df027": "# Example using DataCollatorWithFlattening",
     "a072ba43c7a03052fe6066a1c3826c82885ae40067c2dc6a09312a67f654dacc": "# SFTTrainer example using DataCollatorForCompletionOnlyLM",  # noqa: E501
 }
-"""The checksum (SHA-256) of each example's text in the article, and its first line."""
 
 ADDED = "import fa2patch; fa2patch.apply(model)  # added\n"
 OTHER_FOLDER = ('output_dir="save/path"', 'output_dir="/save/path"')

@@ -17,12 +17,11 @@ from fa2patch import errors
 
 PAGE = ROOT / "docs" / "errors.md"
 HEADINGS = re.findall(r"^## (\w+)$", PAGE.read_text(encoding="utf-8"), re.M)
-LIMITS = ("Limits",)
-"""Sections that are about no class."""
+LIMITS = ("Limits",)  # sections that are about no class
 
 
 def classes() -> list[type[BaseException]]:
-    """The errors and warnings of all modules of fa2patch. The commands need click, which some environments lack."""
+    # The commands need click, which some environments lack.
     for module in pkgutil.walk_packages(fa2patch.__path__, "fa2patch."):
         if "startup" not in module.name and not module.name.endswith("__main__"):
             with contextlib.suppress(ImportError, SystemExit):

@@ -25,16 +25,15 @@ import fa2patch
 from compat_matrix.ecosystem.stacks import Stack, stacks
 
 SNIPPETS = [snippet for page in pages() for snippet in snippets(page)]
+# It is not installed here: the stand-in of compat_matrix computes it, in a process of its own.
 APART = "flash-attn"
-"""What is not installed here: the stand-in of compat_matrix computes it, in a process of its own."""
 
 ON_A_CPU = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+# accelerate and DeepSpeed need this without a GPU. The first variable would switch DeepSpeed off.
 DEEPSPEED_ON_A_CPU = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-"""What accelerate and DeepSpeed are told in the place of a GPU. The first variable would switch DeepSpeed off."""
 
 
 def here(needs: tuple[str, ...]) -> bool:
-    """Whether this environment has the packages."""
     for one in map(Requirement, needs):
         if one.name == APART:
             continue
@@ -51,7 +50,7 @@ RUN = [snippet for snippet in SNIPPETS if not snippet.not_run and not snippet.fi
 
 @pytest.fixture(scope="session")
 def home(tmp_path_factory) -> Path:
-    """A folder with the data that the pages load. The models are added as they are needed."""
+    # The data that the pages load are in this folder. The models are added as they are needed.
     home = tmp_path_factory.mktemp("home")
     make_data(home)
     return home
@@ -59,14 +58,14 @@ def home(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def names():
-    """The names of a page's code. A kernel of a page keeps them, and so its models, alive until they are cleared."""
+    # A kernel of a page keeps these names, and so its models, alive until they are cleared.
     names: dict[str, object] = {"__name__": "__main__"}
     yield names
     names.clear()
 
 
 def _param(snippet: Snippet) -> Any:
-    """A page's snippet is slow, because the pages have so many. README's are run on every change."""
+    # A page's snippet is slow, because the pages have so many. README's are run on every change.
     marks = [] if snippet.name.startswith("README") else [pytest.mark.slow]
     return pytest.param(snippet, id=snippet.name, marks=marks)
 
@@ -98,7 +97,7 @@ def test_runs(snippet: Snippet, home: Path, names, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("needs", sorted({one.needs for one in SNIPPETS if one.needs and not one.not_run}), ids=str)
 def test_needs_are_met_here_or_elsewhere(needs):
-    """Otherwise no test would run the snippet: it needs this environment or a block of ecosystem/stacks.toml."""
+    # Otherwise no test would run the snippet: it needs this environment or a block of ecosystem/stacks.toml.
     asked = [one for one in map(Requirement, needs) if one.name != APART]
     found = map(packages, stacks().values())
     elsewhere = any(all(one.name in has and one.specifier.contains(has[one.name]) for one in asked) for has in found)
@@ -106,16 +105,13 @@ def test_needs_are_met_here_or_elsewhere(needs):
 
 
 def packages(stack: Stack) -> dict[str, str]:
-    """The pinned version of each package of a stack."""
     pins = [pin.partition("==") for pin in stack.environment.requirements]
     return {name: version for name, _, version in pins}
 
 
 def run_python(snippet: Snippet, names: dict[str, object]) -> None:
-    """Run the code with its page's line numbers, so that a traceback points into the page.
-
-    What a comment behind a ``print`` says must be printed.
-    """
+    # The code keeps its page's line numbers, so that a traceback points into the page. What a comment behind a
+    # ``print`` says must be printed.
     printed = io.StringIO()
     with warnings.catch_warnings(), contextlib.redirect_stdout(printed):
         warnings.simplefilter("error", UserWarning)
@@ -127,7 +123,7 @@ def run_python(snippet: Snippet, names: dict[str, object]) -> None:
 
 
 def check_trainer(names: dict[str, object]) -> None:
-    """A trainer of a page isolates the documents of the batches that its own loader gives."""
+    # A trainer of a page must isolate the documents of the batches that its own loader gives.
     trainer = names.get("trainer")
     batch = next(iter(trainer.get_train_dataloader())) if trainer is not None else {}
     if "position_ids" in batch:
@@ -136,7 +132,7 @@ def check_trainer(names: dict[str, object]) -> None:
 
 
 def run_apart(snippet: Snippet, folder: Path) -> None:
-    """Run the code in another Python that takes the stand-in for flash-attn."""
+    # Another Python takes the stand-in for flash-attn.
     (folder / "snippet.py").write_text(snippet.setup + snippet.code)
     paths = [str(ROOT / "tests/helpers"), os.environ.get("PYTHONPATH", "")]
     variables = {**os.environ, "HF_DATASETS_CACHE": str(folder / "cache"), "PYTHONPATH": os.pathsep.join(paths)}

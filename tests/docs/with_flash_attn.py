@@ -12,8 +12,8 @@ stand_in.install()
 import transformers  # noqa: E402
 
 MODEL = transformers.PreTrainedModel
+# Releases that have this check fail in it without a GPU.
 CHECK = "_check_and_enable_flash_attn_2"
-"""The check that there is a GPU, in releases that have one."""
 
 
 def without_a_gpu(check: Any) -> Any:

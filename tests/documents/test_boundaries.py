@@ -128,7 +128,7 @@ def test_no_spans():
 
 @st.composite
 def split_batches(draw):
-    """Rows of documents, some of them empty, and the number of parts."""
+    # Some of the documents are empty. ``of`` is the number of parts.
     of, length, rows = draw(st.integers(1, 4)), draw(st.integers(1, 5)), draw(st.integers(1, 3))
     whole = of * length
     cuts = [sorted(draw(st.lists(st.integers(0, whole), max_size=4))) for _ in range(rows)]
@@ -138,7 +138,7 @@ def split_batches(draw):
 
 
 def documents_of(boundaries, shape):
-    """For each token the number of its document, ``[batch, length]``."""
+    # The number of each token's document, [batch, length].
     return torch.repeat_interleave(torch.arange(len(boundaries)), boundaries.cu_seqlens.diff().long()).view(shape)
 
 
@@ -189,6 +189,6 @@ def test_a_tree_is_not_cut():
 
 @pytest.mark.parametrize("number", [0, 1])
 def test_the_last_token_of_a_document_that_goes_on_is_not_an_end(number):
-    """Shifted labels: document [0, 3) ends in the second part, whose first token is its last."""
+    # Labels are shifted: document [0, 3) ends in the second part, whose first token is its last.
     ends = torch.tensor([3, 4]) - 1
     assert Part(number, 2).here(ends, (1, 2)).tolist() == [[2, 2], [0, 1]][number]

@@ -129,7 +129,7 @@ def test_the_device_is_read_once_whatever_is_given(monkeypatch):
 
 
 def test_another_device_is_read_once_and_four_numbers_are_read(monkeypatch):
-    """The meta device has no values; they are put in where the host reads them."""
+    # The meta device has no values. They are put in where the host reads them.
     read, meta = [], torch.device("meta")
     monkeypatch.setattr(
         tensors, "read", lambda tensor: read.append(tuple(tensor.shape)) or torch.tensor([3, 5, 0, 4]).numpy()
@@ -150,7 +150,7 @@ def test_a_mask_of_ones_on_a_cpu_goes_the_way_of_none(monkeypatch):
 
 @pytest.mark.parametrize(("hidden", "numbers"), [((0, 0), 3), ((0, 99), 8), ((99, 0), 8)], ids=["none", "end", "start"])
 def test_a_mask_takes_little_memory(hidden, numbers):
-    """The memory of NumPy's arrays, in bytes for each token: a row that leaves the cache takes longer for each."""
+    # NumPy's arrays are counted in bytes for each token. A row that leaves the cache takes longer for each token.
     tokens = 10**6
     ids, mask = torch.arange(tokens)[None] % 500, torch.ones(1, tokens, dtype=torch.int64)
     mask[:, : hidden[0]], mask[:, tokens - hidden[1] :] = 0, 0
@@ -351,11 +351,8 @@ def slow_boundaries(rows):
 
 
 def slow_starts(row, mask):
-    """Return for each token whether it starts a document.
-
-    Ids may or may not count the padding between two tokens. Other ids after padding are ambiguous and continue the
-    document, unless they restart at 0.
-    """
+    # For each token, whether it starts a document. Ids may or may not count the padding between two tokens. Other ids
+    # after padding are ambiguous and continue the document, unless they restart at 0.
     starts, last, apart = [], None, 0
     for position, real in zip(row, mask):
         apart += 1
@@ -368,7 +365,7 @@ def slow_starts(row, mask):
 
 
 def slow_jumps(row, mask):
-    """Whether a token after padding neither continues nor restarts at 0, so that it may not be a filler."""
+    # Whether a token after padding neither continues nor restarts at 0, so that it may not be a filler.
     last, apart = None, 0
     for position, real in zip(row, mask):
         apart += 1
@@ -380,7 +377,7 @@ def slow_jumps(row, mask):
 
 
 def slow_recognise(rows, masks):
-    """Return the cuts between documents and runs of padding, None if nothing is packed, or an error for a hole."""
+    # Returns the cuts between documents and runs of padding, None if nothing is packed, or an error for a hole.
     packed, hole, cuts, token = False, False, [], 0
     for row, mask in zip(rows, masks):
         starts = slow_starts(row, mask)
@@ -397,14 +394,14 @@ def slow_recognise(rows, masks):
 
 
 def slow_numbers(row, mask):
-    """Return 1, 2, ... for the documents of a row, and 0 for its padding."""
+    # The documents of a row are 1, 2, ..., and its padding is 0.
     counted = itertools.accumulate(slow_starts(row, mask))
     return [count if real else 0 for count, real in zip(counted, mask)]
 
 
 @st.composite
 def layouts(draw, padded=False):
-    """Draw rows of ids with 1 to 50 documents each, cut to the shortest row's length, and their masks."""
+    # Rows have 1 to 50 documents each, and are cut to the shortest row's length.
     lengths = draw(st.lists(st.integers(1, 8), min_size=1, max_size=50))
     offset = st.one_of(st.just(0), st.integers(0, 12))
     rows, masks = [], []
@@ -485,7 +482,7 @@ def test_on_a_gpu_cu_seqlens_stay_there_and_stated_ones_cost_no_synchronisation(
 
 
 def picture(start, height, width, frames=1):
-    """Return mRoPE ids ``[3, tokens]`` of a picture, or of a film's frames."""
+    # mRoPE ids, [3, tokens], of a picture or of a film's frames.
     t, h, w = torch.meshgrid(torch.arange(frames), torch.arange(height), torch.arange(width), indexing="ij")
     return torch.stack([t.flatten(), h.flatten(), w.flatten()]) + start
 

@@ -15,24 +15,19 @@ CPU = torch.device("cpu")
 DRAWN = {"derandomize": True, "database": None, "deadline": None, "suppress_health_check": list(HealthCheck)}
 TOLERANCES = {torch.float64: 1e-11, torch.float32: 2e-5}
 MODELING = {"interface": modeling_interface, "function": modeling_function, "method": modeling_method}
-TABLE = 64
-"""Positions for which the fake models have embeddings."""
+TABLE = 64  # positions for which the fake models have embeddings
 
 
 class Layout:
-    """A batch that is built from known documents.
-
-    Attributes:
-        ids: position ids ``[axes, batch, length]``; the first axis holds the ids of text.
-        number: ``[batch, length]``, every token's document, counted from 1 through the batch; 0 is padding.
-        documents: the row and the slice of each document.
-    """
+    """A batch that is built from known documents."""
 
     def __init__(self, rows):
         width = max(sum(gap + length for gap, length, _ in row) for row in rows)
+        # [axes, batch, length]; the first axis holds the ids of text
         self.ids = torch.zeros(1, len(rows), width, dtype=torch.int64)
+        # every token's document, counted from 1 through the batch; 0 is padding
         self.number = torch.zeros(len(rows), width, dtype=torch.int64)
-        self.documents = []
+        self.documents = []  # the row and the slice of each document
         for index, row in enumerate(rows):
             at, last, apart = 0, None, 0
             for gap, length, start in row:
@@ -66,7 +61,7 @@ class Layout:
 
 @st.composite
 def layouts(draw, longest=40, furthest=2**40):
-    """Draw 1 to 50 documents in 1 to 4 rows, with runs of padding before, between and after them, and filler ids."""
+    # 1 to 50 documents in 1 to 4 rows, with runs of padding before, between and after them, and filler ids.
     count = draw(st.one_of(st.integers(1, 50), st.integers(2, 12), st.just(50)))
     length = st.one_of(st.just(1), st.integers(1, 8), st.integers(1, 8), st.integers(1, longest))
     gap = st.sampled_from([0, 0, 0, 0, 0, 1, 3]) if draw(st.booleans()) else st.just(0)
@@ -82,7 +77,7 @@ def layouts(draw, longest=40, furthest=2**40):
 
 @st.composite
 def of_several_axes(draw, layout):
-    """Draw the same documents with mRoPE's ids: text, or pictures, whose tokens do not advance the time axis."""
+    # The same documents get mRoPE's ids: text, or pictures, whose tokens do not advance the time axis.
     layout, axes = draw(layout), draw(st.sampled_from([1, 1, 2, 3, 4]))
     text = layout.ids
     layout.ids = text.repeat(axes, 1, 1)
@@ -97,7 +92,6 @@ def of_several_axes(draw, layout):
 
 
 def found_boundaries(layout, source):
-    """Return the boundaries that fa2patch finds from one source of information, or None if it finds no packing."""
     ids = layout.ids if len(layout.ids) > 1 else layout.ids[0]
     if source == "ids alone":
         return fa2patch.boundaries(ids)
@@ -115,7 +109,7 @@ def found_boundaries(layout, source):
 
 
 def definition(q, k, v, number, options):
-    """Compute all scores in float64, with minus infinity where a query must not attend; padding sees itself."""
+    # All scores are computed in float64, with minus infinity where a query must not attend. Padding sees itself.
     q, k, v = (states.double() for states in (q, k, v))
     groups = q.shape[2] // k.shape[2]
     k, v = (states.repeat_interleave(groups, dim=2) for states in (k, v))
@@ -129,7 +123,7 @@ def definition(q, k, v, number, options):
 
 
 def of_tokens(output, layout):
-    """Return a weighted sum over the tokens that are not padding."""
+    # A weighted sum, so that every token has a gradient of its own.
     weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     return (output.double() * weights * layout.mask[:, :, None, None]).sum()
 
@@ -175,7 +169,6 @@ def attends_as_defined(layout, call, seen):
 
 
 def on_every_kind(seen):
-    """Check that the drawn examples include all kinds of layouts."""
     assert {len(layout.ids) for layout in seen} == {1, 2, 3, 4}
     assert {layout.shape[0] for layout in seen} == {1, 2, 3, 4}
     assert {layout.padded for layout in seen} == {True, False}
@@ -210,7 +203,6 @@ def build(seam):
 
 
 def alone(model, layout, tokens, counted):
-    """Return the logits of every document run alone, one after another."""
     pieces = []
     for row, span in layout.documents:
         ids = layout.ids[0, row, span][None] if counted else None

@@ -56,7 +56,7 @@ def cases(table):
 
 @pytest.fixture(scope="module")
 def models():
-    """Yield a patched model and an unpatched one with the same weights."""
+    # Both models have the same weights.
     patched = tiny_llama()
     with fa2patch.apply(patched):
         yield patched, tiny_llama()
@@ -322,7 +322,7 @@ def test_a_mask_of_rubbish_with_a_dense_row_is_the_models_own_affair(models):
 
 
 def outcome(model, call):
-    """Return the class of the error that a call raises, and whether it was raised in a file of fa2patch."""
+    # Returns the error's class, and whether it was raised in a file of fa2patch.
     with pytest.raises(Exception) as caught:
         model(**call)
     return type(caught.value), "fa2patch" in str(caught.traceback[-1].path.parent)
@@ -355,7 +355,7 @@ def outcome(model, call):
     "a cache of text": ({"past_key_values": "x"}, "a packed batch came with past_key_values"),
 })  # fmt: skip
 def test_other_inputs_of_a_packed_batch(models, rubbish, found):
-    """Inputs that fa2patch does not check (token ids, dtypes) fail in the model with the same error as without it."""
+    # fa2patch does not check token ids and dtypes. They fail in the model with the same error as without it.
     patched, plain = models
     call = {name: value for name, value in {**BATCH, **rubbish}.items() if value is not None}
     if found is None:

@@ -13,7 +13,7 @@ def ints(*values):
 
 
 def taken(cu, longest=None, shape=None, **sources):
-    """What ``from_cu_seqlens`` makes of lists, of one row unless a shape is given."""
+    # Lists become tensors of one row, unless a shape is given.
     sources = {name: torch.tensor(ids) if isinstance(ids, list) else ids for name, ids in sources.items()}
     return from_cu_seqlens(ints(*cu) if isinstance(cu, tuple) else cu, longest, shape or (1, cu[-1]), **sources)
 
@@ -145,9 +145,9 @@ REFUSED = {
     "a mask of -inf": ((0, 3, 6), {"attention_mask": [[0.0] * 5 + [float("-inf")]]}, LOGITS),
     "a mask of -1e4": ((0, 3, 6), {"attention_mask": [[0.0] * 5 + [-1e4]]}, LOGITS),
 }  # fmt: skip
+# How the messages of errors begin that are not BoundaryConflict.
 ERRORS = {"max_length": BadCuSeqlens, "runs on": BadCuSeqlens, "of every": BadCuSeqlens, "One": BadPositionIds,
           "expected": BadPositionIds}  # fmt: skip
-"""How the messages of errors begin that are not BoundaryConflict."""
 
 
 @pytest.mark.parametrize(("cu", "given", "message"), REFUSED.values(), ids=REFUSED)
@@ -166,7 +166,7 @@ def test_ids_may_jump_upwards_inside_a_stated_document(axes, mask):
 
 
 def test_with_an_int_nothing_is_read_from_a_device(monkeypatch):
-    """A meta tensor holds no values, so any read fails."""
+    # A meta tensor holds no values, so any read fails.
     monkeypatch.setattr(tensors, "read", lambda tensor: pytest.fail("read"))
     cu = ints(0, 3, 6).to("meta")
     ids = torch.zeros(1, 6, dtype=torch.long, device="meta")
@@ -213,7 +213,7 @@ def test_two_rows_have_trees_of_their_own():
 
 
 def test_ids_on_three_axes_go_on_behind_a_picture():
-    """The parent ends in a picture of 2 x 2 tokens: the text behind it has its largest number plus one."""
+    # The parent ends in a picture of 2 x 2 tokens: the text behind it has its largest number plus one.
     time, height, width = [0, 1, 1, 1, 1, 3, 4, 3], [0, 1, 1, 2, 2, 3, 4, 3], [0, 1, 2, 1, 2, 3, 4, 3]
     ids = torch.tensor([[time], [height], [width]])
     ends = torch.tensor([0, 5, 7, 8], dtype=torch.int32)
@@ -285,7 +285,7 @@ def test_a_mask_may_hide_nothing():
 
 
 def test_boundaries_on_another_device_keep_nothing_that_was_made_for_the_first():
-    """A block mask of FlexAttention, or a tree's tensors, are on the device that they were made for."""
+    # A block mask of FlexAttention, or a tree's tensors, are on the device that they were made for.
     found = tree()
     found.made["flex"] = torch.zeros(1)
     assert found.tree is not None
@@ -299,7 +299,6 @@ def test_boundaries_on_another_device_keep_nothing_that_was_made_for_the_first()
 
 @pytest.fixture
 def asserted(monkeypatch):
-    """The devices and messages of assertions, which may be as long as a CUDA device takes them."""
     found = []
 
     def assert_async(held, message):

@@ -12,7 +12,6 @@ EXAMPLES = ROOT / "examples"
 
 @pytest.fixture(scope="module")
 def example():
-    """What imports an example by its name."""
     sys.path.insert(0, str(EXAMPLES))
     yield importlib.import_module
     sys.path.remove(str(EXAMPLES))
@@ -20,7 +19,7 @@ def example():
 
 @pytest.fixture
 def started():
-    """What runs Python, on a CPU, for which the tolerances are, and without a network; returns the process."""
+    # The tolerances are for a CPU. There is no network.
 
     def started(*arguments, python=sys.executable, **variables):
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
@@ -36,7 +35,7 @@ def started():
 
 @pytest.fixture
 def printed(started):
-    """What runs Python so and returns what it prints. A failure is one of the test."""
+    # A process that fails makes the test fail.
 
     def printed(*arguments, **options):
         done = started(*arguments, **options)

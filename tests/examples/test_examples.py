@@ -1,5 +1,4 @@
 """Each of the small examples trains with the same losses as with padding and without fa2patch.
-
 The slow tests run the TRL examples in an environment for each version, and those of two processes under torchrun.
 """
 
@@ -24,8 +23,8 @@ for needed in ("transformers", "accelerate", "peft", "tokenizers", "matplotlib",
 
 ROOT = Path(__file__).parents[2]
 STEPS = 5
+# The tolerance is relative. After five steps rounding is 1e-7, and a leak 1e-3 (``test_a_leak_would_be_seen``).
 SAME = 1e-5
-"""The relative tolerance. After five steps rounding is 1e-7, and a leak 1e-3 (``test_a_leak_would_be_seen``)."""
 
 # Versions that worked together when they were new. Newer pyarrow needs NumPy 2, which resolvers do not know.
 OLD_NUMPY = ("numpy==1.26.4", "pyarrow==15.0.2", "pandas==2.2.3")
@@ -40,7 +39,7 @@ OLD_TRL = ("0.7.11", "0.9.6")
 
 
 def padding(**options):
-    """Replacement for the flattening collator: one row for each document, padded to the longest."""
+    # It replaces the flattening collator: one row for each document, padded to the longest.
 
     def collate(examples):
         from torch.nn.utils.rnn import pad_sequence
@@ -57,13 +56,13 @@ def padding(**options):
 
 
 def leaking(**options):
-    """Replacement for the flattening collator: a packed row without position ids."""
+    # It replaces the flattening collator: a packed row without position ids.
     collate = fa2patch.data.collators.DataCollatorWithFlattening(return_position_ids=False)
     return lambda examples: {key: value for key, value in collate(examples).items() if key in ("input_ids", "labels")}
 
 
 def losses(found) -> list[float]:
-    """Return the loss of every step, which an example's ``main`` returned or its Trainer logged."""
+    # An example's ``main`` returned the losses, or its Trainer logged them.
     return found if isinstance(found, list) else [entry["loss"] for entry in found.state.log_history if "loss" in entry]
 
 
@@ -203,6 +202,7 @@ def test_sft_trains_as_with_padding(printed, version, tmp_path):
     assert packed == pytest.approx(padded, abs=2e-4), "these Trainers log four digits"
 
 
+# The Python of a TRL environment runs it. It prints a script's losses, packed, then padded without fa2patch.
 DRIVER = f"""
 import importlib, json, sys
 import torch
@@ -216,4 +216,3 @@ fa2patch.DataCollatorWithFlattening, fa2patch.apply = padding, lambda model: Non
 print()
 print(json.dumps([packed, losses(module.main(sys.argv[2:]))]))
 """
-"""The Python of a TRL environment runs it. It prints a script's losses, packed, then padded without fa2patch."""

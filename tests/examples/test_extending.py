@@ -14,7 +14,7 @@ import fa2patch
 from compat_matrix import tiny_models
 from compat_matrix.check.compare import assert_close
 from compat_matrix.check.rows import alone, documents, pack
-from fa2patch import errors, kernels, traits
+from fa2patch import errors, kernels
 from fa2patch.kernels import packed_attention, picks
 from fa2patch.kernels.reference import Reference
 from fa2patch.patch import model_plan
@@ -50,14 +50,10 @@ def test_the_example_of_a_registry_row(printed) -> None:
 
 
 class Counting(Reference):
-    """The reference under another name."""
-
     name = "counting"
 
 
 class Doubling(Counting):
-    """A wrong kernel: its output is twice the right one."""
-
     name = "doubling"
 
     def attend(self, q, k, v, boundaries, options, scale):  # type: ignore[no-untyped-def]
@@ -65,21 +61,19 @@ class Doubling(Counting):
 
 
 class ForEval(Counting):
-    """A kernel without a backward."""
-
     name = "for eval"
     BACKWARD = False
 
 
 class RoundsOtherwise(ForEval):
-    """A kernel without a backward whose results differ from the reference's by rounding."""
+    # Its results differ from the reference's by rounding.
 
     def attend(self, q, k, v, boundaries, options, scale):  # type: ignore[no-untyped-def]
         return super().attend(q.double(), k.double(), v.double(), boundaries, options, scale).to(q.dtype)
 
 
 class Transposed(Counting):
-    """A kernel whose output is not contiguous."""
+    # Its output is not contiguous.
 
     def attend(self, q, k, v, boundaries, options, scale):  # type: ignore[no-untyped-def]
         computed = super().attend(q, k, v, boundaries, options, scale)
@@ -192,7 +186,7 @@ def test_what_is_no_kernel_is_refused(kernel: object, before: str | None, error:
 
 
 class Noting(Trait):
-    """Records each forward's start and end: whether it is the outermost, and whether the batch is packed."""
+    # Each forward is noted twice: whether it is the outermost one, and whether the batch is packed.
 
     name = "noting"
 
@@ -227,7 +221,7 @@ def test_a_registered_trait_is_replaced_by_one_of_its_name() -> None:
 
 
 class OurName(Trait):
-    """A trait whose name is taken."""
+    # The name is taken.
 
     name = "fused flash"
 
@@ -242,8 +236,3 @@ def test_what_is_no_trait_is_refused(trait: object) -> None:
 def test_names_of_traits_are_unique() -> None:
     names = [trait.name for trait in model_plan.TRAITS]
     assert len(names) == len(set(names))
-
-
-def test_an_earlier_name_warns_and_names_the_later_one() -> None:
-    with pytest.warns(FutureWarning, match="Looked is called ModelLayers"):
-        assert traits.Looked is traits.ModelLayers

@@ -33,10 +33,8 @@ def report(example) -> ModuleType:
 
 
 def documents(count: int = 48, longest: int = 24, seed: int = 0) -> list[dict]:
-    """Return documents that count upwards, each from another number, so that they can be told apart.
-
-    The first two tokens of each are not learned.
-    """
+    # The documents count upwards, each from another number, so that they can be told apart. The first two tokens of
+    # each are not learned.
     rng = np.random.default_rng(seed)
     found = []
     for start in range(count):

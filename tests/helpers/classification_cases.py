@@ -1,5 +1,4 @@
 """Classifiers, padded and packed: the cases of test_classification.py, for this and other versions of Transformers.
-
 As a script it runs the named families, or all of ``FAMILIES`` that this Transformers has, and prints a JSON object.
 """
 
@@ -15,8 +14,8 @@ import transformers
 import fa2patch
 from compat_matrix import tiny_models
 
+# Relative to the largest value compared, in float32; for gradients, to the largest of all gradients.
 TOLERANCE = 1e-5
-"""Relative to the largest value compared, in float32; for gradients, to the largest of all gradients."""
 
 FAMILIES = ("llama", "gpt2", "mistral", "mixtral", "opt", "phi", "falcon", "gpt_neox", "gpt_bigcode", "qwen2", "gemma2")
 
@@ -29,7 +28,6 @@ LABELS = {"classes": 2, "number": 1, "several": 3}
 
 
 def documents(*lengths: int, seed: int = 0) -> list[torch.Tensor]:
-    """Return documents of random token ids with these lengths."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(3, 60, (length,), generator=generator) for length in lengths]
 
@@ -38,7 +36,7 @@ DOCUMENTS = documents(5, 1, 9, 3)
 
 
 def build(family: str, task: str, **config: Any) -> Any:
-    """Build a small model with weights scaled up. It is eager where there is no sdpa, or where sdpa has no softcap."""
+    # The weights are scaled up. The model is eager where there is no sdpa, or where sdpa has no softcap.
     settings = tiny_models.config_of(family)
     without = {"pad_token_id": 0, "classifier_dropout": 0.0, "hidden_dropout": 0.0, "attention_dropout": 0.0}
     for name, value in {**without, **config}.items():
@@ -51,7 +49,7 @@ def build(family: str, task: str, **config: Any) -> Any:
 
 
 def padded(docs: list[torch.Tensor], labels: Any, per_token: bool = False, left: bool = False) -> dict[str, Any]:
-    """Return a padded batch with a label for each document, or for each token."""
+    # There is a label for each document, or for each token.
     length = max(map(len, docs))
     batch = {name: torch.zeros(len(docs), length, dtype=torch.long) for name in ("input_ids", "attention_mask")}
     batch["labels"] = torch.full((len(docs), length), -100) if per_token else torch.tensor(labels)
@@ -64,13 +62,11 @@ def padded(docs: list[torch.Tensor], labels: Any, per_token: bool = False, left:
 
 
 def packed(docs: list[torch.Tensor], labels: Any, **options: Any) -> dict[str, Any]:
-    """Return a packed batch with a label for each document."""
     collate = fa2patch.DataCollatorWithFlattening(document_labels=True, **options)
     return collate([{"input_ids": doc, "labels": label} for doc, label in zip(docs, labels)])
 
 
 def run(model: Any, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Return logits, loss and gradients of one step."""
     model.zero_grad()
     output = model(**batch)
     output.loss.backward()
@@ -79,7 +75,6 @@ def run(model: Any, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, 
 
 
 def assert_same(ours: Any, theirs: Any) -> None:
-    """Compare two results of :func:`run` within ``TOLERANCE``."""
     for found, expected in zip(ours[:2], theirs[:2]):
         assert found.shape == expected.shape
         assert (found - expected).abs().max() <= TOLERANCE * max(float(expected.abs().max()), 1.0)
@@ -93,13 +88,13 @@ OPTIONS = [{}, {"return_flash_attn_kwargs": True}, {"return_seq_idx": True}, {"p
 
 
 def class_of(family: str, task: str) -> Any:
-    """Return the family's class for ``SequenceClassification`` or ``TokenClassification``, or None if it has none."""
+    # ``task`` is SequenceClassification or TokenClassification.
     stem = tiny_models.model_class(family).__name__.replace("LMHeadModel", "For").replace("ForCausalLM", "For")
     return getattr(transformers, stem + task, None)
 
 
 def sequences(family: str, kind: str) -> None:
-    """Compare packed with padded sequence classification, and padded batches before and after ``apply``."""
+    # Padded batches are compared before and after ``apply``, too.
     model = build(family, "SequenceClassification", num_labels=LABELS[kind])
     expected = run(model, padded(DOCUMENTS, KINDS[kind]))
     dense = model(**padded(DOCUMENTS, KINDS[kind]))
@@ -112,7 +107,6 @@ def sequences(family: str, kind: str) -> None:
 
 
 def tokens(family: str) -> None:
-    """Compare packed with padded token classification."""
     model = build(family, "TokenClassification", num_labels=3)
     labels = [[int(token) % 3 for token in doc] for doc in DOCUMENTS]
     logits, loss, gradients = run(model, padded(DOCUMENTS, labels, per_token=True))
@@ -125,7 +119,6 @@ def tokens(family: str) -> None:
 
 
 def main(families: list[str]) -> None:
-    """Run all cases of these families and print their names; the first failure raises an error."""
     held = []
     for family in families or FAMILIES:
         if not tiny_models.is_present(family):

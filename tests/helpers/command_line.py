@@ -12,14 +12,13 @@ def run(*arguments):
 
 
 def output(*arguments):
-    """Return what a command says that exits with 0."""
     result = run(*arguments)
     assert result.exit_code == 0, result.output
     return result.output
 
 
 def as_json(said):
-    """Return the JSON in the output. click before 8.2 puts stderr in front of it."""
+    # click before 8.2 puts stderr in front of the JSON.
     return json.loads(said[said.index("{") : said.rindex("}") + 1])
 
 

@@ -8,7 +8,7 @@ import fa2patch
 
 
 def on_the_interface_seam(family, **changes):
-    """Return a patched model. It is eager if there is no sdpa, which makes no difference to packed rows."""
+    # The model is eager if there is no sdpa, which makes no difference to packed rows.
     model = built(family, **changes)
     if {layer.seam for layer in fa2patch.apply(model).layers} != {"interface"}:
         pytest.skip(f"{family} is not on the interface seam of this Transformers")
@@ -16,7 +16,7 @@ def on_the_interface_seam(family, **changes):
 
 
 def assert_like_eager(compiled, model, given):
-    """Compare logits, losses and gradients of all weights for one batch. The gradients are cleared afterwards."""
+    # Logits, losses and gradients of all weights are compared. The gradients are cleared afterwards.
     found = compiled(**given)
     found.loss.backward()
     gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]

@@ -23,22 +23,18 @@ SINKS = (0.5, -1.0, 2.0, 4.0)
 
 
 def asks(features=(), device="cpu", dtype=torch.bfloat16, dim=64, value_dim=None, key_heads=HEADS, causal=True):
-    """Return what a layer asks of a kernel."""
     return kernels.Asked(device, dtype, HEADS, key_heads, dim, value_dim or dim, causal, tuple(features))
 
 
 def sinks_of(wanted=True, dtype=torch.float64):
-    """Return sinks that require gradients, or None."""
     return torch.tensor(SINKS, dtype=dtype).requires_grad_() if wanted else None
 
 
 def slopes_of(wanted=True, dtype=torch.float64):
-    """Return ALiBi slopes that require gradients, or None."""
     return torch.tensor([0.5, 0.1, 1.0, 0.0], dtype=dtype).requires_grad_() if wanted else None
 
 
 def options_of(special, sinks):
-    """Return options with these special ones, and with sinks that require gradients if wanted."""
     given = dict(special)
     if "alibi_slopes" in given:
         # flash-attn takes them in float32, in which powers of two are exact
@@ -47,11 +43,8 @@ def options_of(special, sinks):
 
 
 def errors_of(attend, options, lengths=LENGTHS, *, groups=2, dim=DIM, value_dim=DIM, **more):
-    """Return the largest error of the outputs and gradients. ``more`` may have ``parents`` or ``spans``.
-
-    Args:
-        attend: a kernel, or a function of q, k, v, boundaries and options.
-    """
+    # ``attend`` is a kernel, or a function of q, k, v, boundaries and options. ``more`` may have ``parents`` or
+    # ``spans``.
     q, k, v = states(lengths, groups=groups, dim=dim, value_dim=value_dim)
     given = [x for x in (q, k, v, options.sinks) if x is not None]
     found = with_gradients(lambda: attend(q, k, v, documents(lengths, **more), options), given)
@@ -61,16 +54,13 @@ def errors_of(attend, options, lengths=LENGTHS, *, groups=2, dim=DIM, value_dim=
 
 
 def operator(q, k, v, boundaries, options):
-    """The reference as an operator of torch."""
     scale = q.shape[-1] ** -0.5 if options.scale is None else options.scale
     return reference.operator(q, k, v, boundaries, options, scale)
 
 
 def kernel_or_operator(name, options, kernel_named, **asked):
-    """Return the kernel of this name, or the reference as an operator of torch.
-
-    It is None if the kernel does not support what is asked with these options. What a kernel lacks is in its table.
-    """
+    # "operator" is the reference as an operator of torch. The result is None if the kernel does not support what is
+    # asked; what a kernel lacks is in its table.
     if name == "operator":
         if not HAS_OPERATORS:
             pytest.skip(f"torch {torch.__version__} has no custom_op")
@@ -81,7 +71,7 @@ def kernel_or_operator(name, options, kernel_named, **asked):
 
 
 def error_of_flex(options, lengths=LENGTHS, *, dtype=torch.float64, groups=2, **more):
-    """Return the error of FlexAttention's real forward; its backward runs on GPUs only."""
+    # FlexAttention's backward runs on GPUs only.
     flex = pytest.importorskip("torch.nn.attention.flex_attention")
     q, k, v = (x.detach() for x in states(lengths, dtype=dtype, groups=groups))
     boundaries, scale = documents(lengths, **more), DIM**-0.5 if options.scale is None else options.scale

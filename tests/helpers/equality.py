@@ -1,9 +1,9 @@
 """What it means in a test that two computations are equal: on any processor they differ by rounding alone.
 
-A bound in float32 is one that some processor held: another one adds up in another order, and a model makes ten or a
-hundred times as much of that. So models compute in float64 where they can. What is left then is what Transformers
-computes in float32 inside of it (norms, rotary embeddings): at most 1e-6 of the outputs and 7e-6 of the gradients in
-all architectures. Where they cannot, results are compared with what rounding is on this machine, in this model.
+A bound in float32 is one that some processor held: another one adds up in another order, and a model amplifies that ten
+or a hundred times. So models compute in float64 where they can. What is left is what Transformers computes in float32
+(norms, rotary embeddings): at most 1e-6 of the outputs and 7e-6 of the gradients in all architectures. Where they
+cannot, results are compared with what rounding is on this machine, in this model.
 """
 
 from __future__ import annotations
@@ -14,19 +14,15 @@ import torch
 
 from fa2patch.proof.runs import roundings
 
+# The largest difference in float64, relative to the largest value.
 SAME = 1e-5
-"""The largest difference in float64, relative to the largest value."""
 
 Numbers = Mapping[str, torch.Tensor]
 
 
 def assert_equal(found: Numbers, expected: Numbers, moved: Numbers | None = None) -> None:
-    """Require the same numbers by name, up to a part of the largest of all.
-
-    Args:
-        found, expected: the numbers, in float64 unless ``moved`` is given.
-        moved: the expected numbers, computed again inside :class:`fa2patch.proof.runs.Rounded`.
-    """
+    # Numbers are in float64, unless ``moved`` is given: the expected numbers, computed again inside
+    # :class:`fa2patch.proof.runs.Rounded`.
     assert found.keys() == expected.keys()
     scale = max(float(value.detach().abs().max()) for value in expected.values())
     if moved is None:

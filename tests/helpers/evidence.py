@@ -8,7 +8,7 @@ GOOD = {"ok": len(CORE), "n/a": {"windows": "no sliding window"}, "fail": {}}
 
 
 def evidence(name, architectures, /, **changes):
-    """The evidence of a version. Cells that do not say what they were made with get :data:`MADE`."""
+    # Cells that do not say what they were made with get :data:`MADE`.
     made = {key: {"made": MADE, **cell} if isinstance(cell, dict) else cell for key, cell in architectures.items()}
     return {
         "format": FORMAT, "name": name, "transformers": name.partition("-")[0], "python": "3.11.7", "wrapt": "2.1.1",

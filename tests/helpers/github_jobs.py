@@ -19,46 +19,34 @@ from typing import Any, Callable
 import yaml
 
 ROOT = Path(__file__).parents[2]
+# Variables that a step gets from this process, and the beginnings of others.
 KEPT, PASSED_ON = ("LANG", "TERM", "TMPDIR"), ("PIP_", "UV_", "SSL_")
-"""Variables that a step gets from this process, and the beginnings of others."""
 
+# uv finds these Pythons here. It downloads others, as it does on GitHub.
 PYTHONS = sorted(Path.home().glob(".pyenv/versions/*/bin"))
-"""Pythons that uv finds here. It downloads others, as it does on GitHub."""
 
 
 class StepFailed(AssertionError):
-    """A script exits with another code than 0. The message has the end of what it printed."""
+    # A script exits with another code than 0. The message has the end of what it printed.
+    pass
 
 
 @dataclass
 class Machine:
-    """A machine for one job.
+    """A machine for one job."""
 
-    Attributes:
-        folder: An empty folder.
-        artifacts: The folder that artifacts are uploaded to and downloaded from.
-        values: What expressions such as ``inputs.model`` stand for.
-        variables: Variables that replace those of the workflow; None removes one.
-        without: Names of steps that are left out.
-        prepare: Changes the clone before the first script.
-        tools: Folders of the programs that actions have installed.
-    """
-
-    folder: Path
-    artifacts: Path
-    values: dict[str, str] = field(default_factory=dict)
+    folder: Path  # empty at first
+    artifacts: Path  # the folder that artifacts are uploaded to and downloaded from
+    values: dict[str, str] = field(default_factory=dict)  # what expressions such as ``inputs.model`` stand for
+    # They replace those of the workflow. None removes one.
     variables: dict[str, str | None] = field(default_factory=dict)
-    without: tuple[str, ...] = ()
-    prepare: Callable[[Path], object] = Path.resolve
-    tools: list[Path] = field(default_factory=list)
+    without: tuple[str, ...] = ()  # names of steps that are left out
+    prepare: Callable[[Path], object] = Path.resolve  # changes the clone before the first script
+    tools: list[Path] = field(default_factory=list)  # folders of the programs that actions have installed
 
     def run(self, workflow: str, job: str) -> list[str]:
-        """Run every step of a job. Return the names of those that were left out, or have a condition.
-
-        Raises:
-            StepFailed: A step fails.
-            KeyError: A step has an expression that is not in ``values``, or an action that is not known.
-        """
+        # Returns the names of the steps that were left out, or have a condition. An expression that is not in
+        # ``values``, or an unknown action, is a KeyError.
         spec = yaml.safe_load((ROOT / ".github" / "workflows" / f"{workflow}.yml").read_text(encoding="utf-8"))
         settings = spec["jobs"][job]
         for name in ("home", "temporary", "workspace"):
@@ -75,7 +63,6 @@ class Machine:
         return left_out
 
     def filled(self, text: Any) -> str:
-        """A text of a workflow with the values of its expressions."""
         return re.sub(r"\$\{\{ *(.*?) *\}\}", lambda found: self.values[found[1]], str(text))
 
     @property
@@ -101,7 +88,7 @@ class Machine:
             raise StepFailed(f"{step.get('name', step['run'])}: exit code {done.returncode}\n{_end(done.stdout)}")
 
     def _bare(self) -> dict[str, str]:
-        """The variables of a step: GitHub's, and those by which pip and uv find packages here."""
+        # GitHub's variables, and those by which pip and uv find packages here.
         kept = {name: value for name, value in os.environ.items() if name in KEPT or name.startswith(PASSED_ON)}
         if "PIP_FIND_LINKS" in kept:
             kept["UV_FIND_LINKS"] = kept["PIP_FIND_LINKS"]
@@ -135,7 +122,7 @@ class Machine:
         self.prepare(target)
 
     def _python(self, given: dict[str, Any]) -> None:
-        """A Python that has pip and nothing else."""
+        # It has pip and nothing else.
         home = self.folder / "python"
         subprocess.run([str(Path(sys.base_prefix) / "bin" / "python3"), "-m", "venv", str(home)], check=True)
         self.tools.append(home / "bin")
@@ -167,7 +154,7 @@ class Machine:
 
 
 def _end(printed: str) -> str:
-    """The lines with a warning or an error, and the last ones."""
+    # The lines with a warning or an error, and the last ones.
     lines = printed.splitlines()
     told = [line for line in lines[:-40] if re.search(r"warning|error", line, re.IGNORECASE)]
     return "\n".join([*told[-20:], *lines[-40:]])

@@ -16,19 +16,16 @@ ROOT = Path(__file__).parents[2]
 
 
 def run_in(stack: str, script: Path, *arguments: str, **variables: str) -> dict[str, Any]:
-    """Return the JSON object that a script prints as its last line, run in a stack's environment."""
+    # The script prints a JSON object as its last line.
     return printed_in(stack, str(script), *arguments, **variables)[0]
 
 
 def printed_in(
     stack: str, *arguments: str, packages: Sequence[str] = (), **variables: str
 ) -> tuple[dict[str, Any], list[str]]:
-    """Run a stack's Python with these arguments. Return the JSON object on its last line, and the lines of fa2patch.
-
-    ``packages`` are what the environment has besides the stack's pins.
-
-    The environment is made in ``.compat`` on first use. fa2patch and compat_matrix of this clone can be imported in it.
-    """
+    # Returns the JSON object on the last line, and the lines of fa2patch. ``packages`` are added to the stack's pins.
+    # The environment is made in ``.compat`` on first use. fa2patch and compat_matrix of this clone can be imported in
+    # it.
     wanted = stacks()[stack]
     python = environments.make(wanted.environment.changed(packages), ROOT / ".compat")
     with environments.only_our_packages() as ours:

@@ -17,14 +17,13 @@ _TEXT = {"rope_scaling", "rope_parameters"}
 
 
 def is_present(family):
-    """Whether this Transformers has the family."""
     if family not in _NAMES:
         return tiny_models.is_present(family)
     return hasattr(importlib.import_module("transformers"), _NAMES[family])
 
 
 def build(family, implementation="eager", **changes):
-    """Build a tiny model of the family, with weights scaled up, in float64 and eval mode."""
+    # The weights are scaled up. The model is in float64 and eval mode.
     if family not in _NAMES:
         return tiny_models.build(family, implementation, dtype=torch.float64, **changes)
     cls = getattr(importlib.import_module("transformers"), _NAMES[family])
@@ -45,12 +44,8 @@ def build(family, implementation="eager", **changes):
 
 
 def document(model, *parts, seed=0):
-    """Return a processor's output for one document.
-
-    Args:
-        parts: numbers of words, or grids ``(1, height, width)`` of pictures in patches. A film is a grid that is
-            preceded by the word "film".
-    """
+    # It looks as a processor's output does. ``parts`` are numbers of words, or grids (1, height, width) of pictures in
+    # patches. A film is a grid after the word "film".
     generator = torch.Generator().manual_seed(seed)
     vision = model.config.vision_config
     merged = vision.spatial_merge_size**2
@@ -79,12 +74,11 @@ def document(model, *parts, seed=0):
 
 
 def takes_types(model):
-    """Whether the model's forward takes ``mm_token_type_ids``."""
     return "mm_token_type_ids" in inspect.signature(type(model).forward).parameters
 
 
 def alone(model, example, **call):
-    """Return the logits ``[tokens, vocabulary]`` of one document."""
+    # The logits are [tokens, vocabulary].
     if hasattr(model, "get_rope_index"):  # up to 4.48 only generate() calls it
         grids = {name: example[name] for name in example if name.endswith(("_grid_thw", "_grid_ts"))}
         ids = model.get_rope_index(example["input_ids"], attention_mask=example["attention_mask"], **grids)[0]
@@ -94,5 +88,5 @@ def alone(model, example, **call):
 
 
 def decoder(model):
-    """Return the model that loops over the text layers."""
+    # The model that loops over the text layers.
     return models(model)[-1]

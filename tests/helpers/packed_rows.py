@@ -12,7 +12,7 @@ from compat_matrix.check.rows import alone, gradients, loss_of, pack
 
 
 def built(family, **changes):
-    """A tiny model, eager where there is no sdpa; the test is skipped where this Transformers does not have it."""
+    # The model is eager where there is no sdpa.
     if not tiny_models.is_present(family):
         pytest.skip(f"Transformers {transformers.__version__} has no {family} that can be patched")
     try:
@@ -23,7 +23,6 @@ def built(family, **changes):
 
 @contextlib.contextmanager
 def deterministic():
-    """Torch's deterministic algorithms, within a test."""
     torch.use_deterministic_algorithms(True)
     try:
         yield
@@ -36,12 +35,11 @@ def logits(model, docs):
 
 
 def leaks(model, docs, expected):
-    """Whether a packed row is far from its documents alone, as it is without a patch."""
+    # Without a patch, a packed row is so far from its documents alone.
     return (logits(model, docs) - expected).abs().max() > 1e-2 * expected.abs().max()
 
 
 def assert_equals_alone(model, reference, docs, *tolerances):
-    """Compare the logits of a packed row, and the gradients of its loss, with those of the documents alone."""
     expected = alone(reference, docs)
     loss_of(expected, docs).backward()
     right = gradients(reference)
@@ -52,12 +50,9 @@ def assert_equals_alone(model, reference, docs, *tolerances):
 
 
 def assert_nothing_crosses(model, docs, batch_of=pack, table=None, exactly=True):
-    """Require that other tokens in one document change no bit of another, and that its gradient stays in it.
-
-    Args:
-        table: the embedding, if the model does not tell it.
-        exactly: whether not even a bit changes. Experts get another number of tokens at a time, and round otherwise.
-    """
+    # Other tokens in one document must change no bit of another, and the gradient must stay in its document.
+    # ``table`` is the embedding, if the model does not tell it. Without ``exactly``, rounding may differ: experts get
+    # another number of tokens at a time.
     lengths = [len(doc) for doc in docs]
     before = model(**batch_of(docs)).logits[0].split(lengths)
     for at, doc in enumerate(docs):

@@ -10,7 +10,7 @@ import fa2patch
 
 
 def layers_tokens(model: Any) -> list[int]:
-    """A list to which each forward adds the number of tokens that the first layer computes."""
+    # Each forward adds the number of tokens that the first layer computes to the list.
     found: list[int] = []
 
     def note(module: Any, args: Any, kwargs: Any) -> None:
@@ -30,7 +30,7 @@ def gradients(model: Any, loss: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def assert_near(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], bound: float = 1e-5) -> None:
-    """Require the same gradients, each within a part of the largest of all."""
+    # Each gradient may be off by a part of the largest of all.
     assert ours.keys() == theirs.keys()
     scale = max(float(value.abs().max()) for value in theirs.values())
     for name, expected in theirs.items():

@@ -33,15 +33,13 @@ class Handed:
 
     @property
     def place(self):
-        """Each token's place in its document, and the document's length: two tensors ``[tokens]``."""
+        # Each token's place in its document, and the document's length: two tensors [tokens].
         cu = self.boundaries.cu_seqlens.long()
         document = document_of(cu, int(cu[-1]))
         return torch.arange(len(document)) - cu[document], cu.diff()[document]
 
 
 class Planted(Reference):
-    """The reference with a fault."""
-
     name = "planted"
 
     def __init__(self, fault: Callable[..., torch.Tensor]) -> None:
@@ -53,7 +51,7 @@ class Planted(Reference):
 
 
 class _Backward(torch.autograd.Function):
-    """The tensor as it is, with a changed gradient."""
+    # The tensor as it is, with a changed gradient.
 
     @staticmethod
     def forward(ctx, tensor, change):
@@ -66,7 +64,7 @@ class _Backward(torch.autograd.Function):
 
 
 def off(share, where=None):
-    """A function that changes a tensor ``[tokens, ...]`` by a share of it, in some of its tokens."""
+    # Changes a tensor [tokens, ...] by a share of it, in some of its tokens.
 
     def change(x):
         factor = torch.full(x.shape[:1], 1 + share) if where is None else 1 + share * where.to(x.dtype)
@@ -76,13 +74,13 @@ def off(share, where=None):
 
 
 def in_last_tile(handed, tile):
-    """Which tokens are in the last tile of their document, where it is not full."""
+    # A full last tile does not count.
     place, length = handed.place
     return (place >= length // tile * tile) & (length > tile)
 
 
 def dense(handed, q, k, v, seen):
-    """Causal attention in which ``seen(query's place, key's place)`` says what else is seen or hidden."""
+    # Causal attention. ``seen(query's place, key's place)`` says what else is seen or hidden.
     place, _ = handed.place
     document = document_of(handed.boundaries.cu_seqlens, len(q))
     mask = seen(place[:, None], place[None]) & (document[:, None] == document[None])
@@ -93,12 +91,11 @@ def dense(handed, q, k, v, seen):
 
 
 def large(x, at=8.0):
-    """Which tokens have a value beyond this."""
     return x.detach().abs().flatten(1).amax(1) > at
 
 
 def of_equal_keys(handed, k):
-    """Which tokens are in a document of several tokens whose keys are all equal."""
+    # Tokens of a document of several tokens whose keys are all equal.
     cu = handed.boundaries.cu_seqlens.tolist()
     equal = torch.zeros(len(k), dtype=torch.bool)
     for a, b in zip(cu, cu[1:]):
@@ -107,14 +104,14 @@ def of_equal_keys(handed, k):
 
 
 def _overflows(handed, q, k, v):
-    """Softmax without the maximum taken off: ``exp`` of a logit above 88 is infinite in float32."""
+    # Softmax without the maximum taken off: ``exp`` of a logit above 88 is infinite in float32.
     keys = k.detach().float().repeat_interleave(q.shape[1] // k.shape[1], 1)
     top = (torch.einsum("ihd,ihd->ih", q.detach().float(), keys) * handed.scale).amax(1)
     return handed.right(q, k, v) * torch.where(top > 88, float("nan"), 1.0).to(q.dtype)[:, None, None]
 
 
 def _grouped_in_another_order(handed, q, k, v):
-    """Query head h has the gradient of key head ``h % key heads``."""
+    # Query head h gets the gradient of key head ``h % key heads``.
     heads, groups = k.shape[1], q.shape[1] // k.shape[1]
     order = torch.arange(q.shape[1]).view(heads, groups).T.flatten()
     wrong = handed.right(q[:, order], k, v)[:, order.argsort()]
@@ -128,7 +125,7 @@ def _raises_with_groups(grad, groups):
 
 
 def _first_of_group_only(handed, q, k, v):
-    """The gradients of keys and values forget all but the first query head of a group."""
+    # The gradients of keys and values forget all but the first query head of a group.
     groups = q.shape[1] // k.shape[1]
     first = (torch.arange(q.shape[1]) % groups == 0)[None, :, None]
     of_first, right = handed.right(q.detach(), k, v), handed.right(q, k.detach(), v.detach())
@@ -136,18 +133,18 @@ def _first_of_group_only(handed, q, k, v):
 
 
 def _as_before(handed, q, k, v):
-    """From the second call on, the documents of the first."""
+    # From the second call on, the kernel takes the documents of the first.
     first = handed.left.setdefault("boundaries", handed.boundaries)
     return handed.right(q, k, v, boundaries=first)
 
 
 def _flat(x):
-    """The values that a kernel reads that takes a tensor for contiguous."""
+    # A kernel reads these values if it takes a tensor for contiguous.
     return x.as_strided(x.shape, torch.empty(x.shape).stride(), x.storage_offset())
 
 
 def _from_the_start(x):
-    """The values that a kernel reads that begins at the start of a tensor's memory."""
+    # A kernel reads these values if it begins at the start of a tensor's memory.
     return x.as_strided(x.shape, x.stride(), 0)
 
 
@@ -157,7 +154,7 @@ def _as_bfloat16(sinks):
 
 
 def _change(which, change):
-    """A fault in the gradient of q, k or v: ``change(handed)`` makes what changes it."""
+    # A fault in the gradient of q, k or v. ``change(handed)`` returns the function that changes it.
 
     def fault(handed, *states):
         states = list(states)
@@ -168,7 +165,7 @@ def _change(which, change):
 
 
 def _output(change):
-    """A fault in the output: ``change(handed, q, k, v)`` makes what changes it, in the forward alone."""
+    # A fault in the output, in the forward alone. ``change(handed, q, k, v)`` returns the function that changes it.
 
     def fault(handed, q, k, v):
         right = handed.right(q, k, v)
@@ -181,6 +178,7 @@ def _clamped(x, at=8.0):
     return x + (x.clamp(-at, at) - x).detach()
 
 
+# These are faults in plain attention, also without groups of query heads.
 FAULTS = {
     "large queries cut off": lambda handed, q, k, v: handed.right(_clamped(q), k, v),
     "large keys cut off": lambda handed, q, k, v: handed.right(q, _clamped(k), v),
@@ -234,8 +232,8 @@ FAULTS = {
     ),
     "gradient taken for contiguous": lambda handed, q, k, v: _Backward.apply(handed.right(q, k, v), _flat),
 }  # fmt: skip
-"""Faults in plain attention, also without groups of query heads."""
 
+# These are no faults without groups of query heads.
 WITH_GROUPS = {
     "dk in another order": _grouped_in_another_order,
     "dk of the first head only": _first_of_group_only,
@@ -244,7 +242,6 @@ WITH_GROUPS = {
     ),
     "dk 10 % off": lambda handed, q, k, v: handed.right(q, _Backward.apply(k, off(0.1 * (q.shape[1] > k.shape[1]))), v),
 }
-"""Faults that are none without groups of query heads."""
 
 WITH_SINKS = {
     "sinks of float32 read as bfloat16": lambda handed, q, k, v: handed.right(
@@ -264,7 +261,6 @@ WITH_SINKS = {
         in_last_tile(handed, 128)[:, None, None], handed.right(q, k, v, sinks=None), handed.right(q, k, v)
     ),
 }  # fmt: skip
-"""Faults of attention sinks."""
 
 
 def _same_dtype(sinks, q):

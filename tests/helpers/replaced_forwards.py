@@ -17,30 +17,28 @@ from stage import furthest, tiny_llama
 
 import fa2patch
 
+# Relative bound on the loss, and on each gradient by its largest value. Fused kernels add up in chunks.
 BOUND = 1e-4
-"""Relative bound on the loss, and on each gradient by its largest value. Fused kernels add up in chunks."""
 
+# Liger's fused loss without its other kernels, which change nothing here and take minutes under the interpreter.
 LOSS_ALONE = {"rope": False, "rms_norm": False, "swiglu": False}
-"""Liger's fused loss without its other kernels, which change nothing here and take minutes under the interpreter."""
 
 Gradients = dict[str, torch.Tensor]
 
 
 def documents() -> list[torch.Tensor]:
-    """Return four documents of random token ids."""
     generator = torch.Generator().manual_seed(0)
     return [torch.randint(3, 500, (length,), generator=generator) for length in (5, 1, 9, 3)]
 
 
 def weights_of(ids: torch.Tensor, by: str | None) -> torch.Tensor:
-    """Return the weights of a document's tokens in the loss, without its first token."""
+    # The weights are those of a document's tokens without its first one.
     if by == "token":
         return (ids[1:] % 5 + 1) / 2
     return torch.full((len(ids) - 1,), 1 / (len(ids) - 1) if by == "document" else 1.0)
 
 
 def batches(by: str | None) -> dict[str, dict[str, Any]]:
-    """Return one packed batch twice, with position ids only and with lengths."""
     features = [{"input_ids": one.tolist(), "labels": one.tolist()} for one in documents()]
     if by == "token":
         for feature, one in zip(features, documents()):
@@ -56,7 +54,6 @@ def batches(by: str | None) -> dict[str, dict[str, Any]]:
 
 
 def expected(adapters: bool, by: str | None) -> tuple[torch.Tensor, Gradients]:
-    """Return the loss and gradients of the documents run alone, by the unpatched model."""
     model = tiny_llama()
     model = (_adapted(model) if adapters else model).train()
     losses, counts = [], []
@@ -84,7 +81,6 @@ def _adapted(model: Any) -> Any:
 
 @contextmanager
 def restored() -> Iterator[None]:
-    """Restore Llama's forward after the block."""
     from transformers import LlamaForCausalLM
 
     before = vars(LlamaForCausalLM)["forward"]
@@ -95,7 +91,7 @@ def restored() -> Iterator[None]:
 
 
 def judged(run: Callable[[], Any], wrong: Callable[[Any], str]) -> str:
-    """Return ``right``, ``refused: ...`` or what ``wrong`` says of the result. Llama's forward is restored."""
+    # Returns "right", "refused: ..." or what ``wrong`` says of the result.
     try:
         with restored():
             return wrong(run()) or "right"
@@ -104,10 +100,8 @@ def judged(run: Callable[[], Any], wrong: Callable[[Any], str]) -> str:
 
 
 def cases(name: str, by: str | None = None) -> dict[str, str]:
-    """Judge one of ``REPLACED`` in all cases: before and after ``apply``, with and without LoRA, ids and lengths.
-
-    ``by`` is the collator's option ``loss_weights``: "document", "token" or None.
-    """
+    # Before and after ``apply``, with and without LoRA, with ids and lengths. ``by`` is the collator's option
+    # ``loss_weights``: "document", "token" or None.
     found = {}
     for adapters in (False, True):
         right, gradients = expected(adapters, by)
@@ -158,7 +152,7 @@ def _liger_on_the_object(model: Any) -> None:
 
 
 def _cut_cross_entropy(model: Any) -> None:
-    """Set the package's torch path on the object, as ``cce_patch`` sets its own (no release can do that yet)."""
+    # The package's torch path is set on the object, as ``cce_patch`` sets its own. No release can do that yet.
     model.forward = types.MethodType(_cut, model)
 
 
@@ -187,4 +181,3 @@ REPLACED: dict[str, Callable[[Any], None]] = {
     "cut_cross_entropy": _cut_cross_entropy,
     "trl_fused_head": _trl_fused_head,
 }
-"""What replaces the forward of a model."""

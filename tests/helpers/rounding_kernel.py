@@ -6,7 +6,7 @@ from fa2patch.kernels.reference import Reference
 
 
 class _Flash(torch.autograd.Function):
-    """FlashAttention-2 (arXiv 2307.08691, algorithms 1 and 2) for one head, with weights and dS in half precision."""
+    # FlashAttention-2 (arXiv 2307.08691, algorithms 1 and 2) for one head, with weights and dS in half precision.
 
     @staticmethod
     def forward(ctx, q, k, v, mask, scale, tf32):
@@ -32,12 +32,12 @@ class _Flash(torch.autograd.Function):
 
 
 def _tf32(x, wanted):
-    """Rounded to the ten bits of TF32."""
+    # TF32 keeps ten bits.
     return ((x.view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32) if wanted else x
 
 
 class Rounding(Reference):
-    """Plain and causal attention, two-way or with a window, head by head. ``tf32`` rounds float32 as TF32 does."""
+    # Plain and causal attention, two-way or with a window, head by head. ``tf32`` rounds float32 as TF32 does.
 
     name = "rounding"
 

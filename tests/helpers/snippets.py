@@ -31,54 +31,36 @@ _PART = re.compile(
 
 @dataclass(frozen=True)
 class Snippet:
-    """One fence.
-
-    Attributes:
-        page: The file, relative to the repository.
-        line: The number of its first line of code.
-        language: ``python`` or ``console``.
-        code: What it says.
-        setup: The code that runs before it.
-        needs: The requirements of its environment, such as ``trl<0.20``.
-        raises: The name of the error in which it ends, or nothing.
-        prints: What the output of its commands holds, or nothing.
-        not_run: Why it is not run, or nothing.
-        files: The files that a console fence's page has written before it, by name.
-        file: The name of the file that it is written to, or nothing.
-    """
-
-    page: str
-    line: int
-    language: str
+    page: str  # relative to the repository
+    line: int  # the number of its first line of code
+    language: str  # ``python`` or ``console``
     code: str
-    setup: str
-    needs: tuple[str, ...]
-    raises: str
-    prints: str
-    not_run: str
-    file: str
-    files: tuple[tuple[str, str], ...]
+    setup: str  # the code that runs before it
+    needs: tuple[str, ...]  # the requirements of its environment, such as ``trl<0.20``
+    raises: str  # the name of the error in which it ends, or nothing
+    prints: str  # what the output of its commands holds, or nothing
+    not_run: str  # the reason, or nothing
+    file: str  # the name of the file that it is written to, or nothing
+    files: tuple[tuple[str, str], ...]  # the files that a console fence's page has written before it: (name, text)
 
     @property
     def name(self) -> str:
-        """The name of its test."""
+        # It is the name of its test.
         return f"{self.page}:{self.line}"
 
     @property
     def commands(self) -> list[str]:
-        """The commands of a console fence, without those of pip."""
+        # Commands of pip are left out.
         lines = re.sub(r"\\\n\s*", "", self.code).splitlines()
         found = [line[1:].strip() for line in lines if line.startswith("$")]
         return [command for command in found if not re.match(r"(uv )?pip |git |python3? -m venv", command)]
 
 
 def pages() -> list[Path]:
-    """README and the pages of the documentation."""
     return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def snippets(page: Path) -> list[Snippet]:
-    """Read the fences of a page, in its order."""
     text = page.read_text(encoding="utf-8")
     found: list[Snippet] = []
     setup, said, files = "", {}, ()  # type: str, dict[str, str], tuple[tuple[str, str], ...]

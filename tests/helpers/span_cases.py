@@ -6,8 +6,7 @@ import torch
 
 from compat_matrix import tiny_models
 
-PICTURE, TOKENS = 94, 4
-"""The placeholder of a picture, and the number of placeholders of one picture."""
+PICTURE, TOKENS = 94, 4  # the placeholder of a picture, and the number of placeholders of one picture
 
 _TEXT = {
     "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
@@ -27,13 +26,13 @@ FAMILIES = tuple(_CLASSES)
 
 
 def is_present(family):
-    """Whether this Transformers has the family, and makes its masks in functions of their own (PaliGemma: 4.46 on)."""
+    # The family must make its masks in functions of their own (PaliGemma: 4.46 on).
     cls = getattr(importlib.import_module("transformers"), _CLASSES[family], None)
     return cls is not None and not hasattr(cls, "_merge_input_ids_with_image_features")
 
 
 def build(family, implementation="eager", **text):
-    """Build a tiny model of the family, with weights scaled up, in float32 and training mode, without dropout."""
+    # The weights are scaled up. The model is in float32 and training mode, without dropout.
     cls = getattr(importlib.import_module("transformers"), _CLASSES[family])
     if family == "gemma3":
         kinds = ["sliding_attention", "full_attention"]
@@ -54,7 +53,7 @@ def build(family, implementation="eager", **text):
 
 
 def gemma4():
-    """Build a tiny Gemma 4 whose pictures see themselves, without towers."""
+    # Its pictures see themselves. It has no towers.
     transformers = importlib.import_module("transformers")
     text = {
         **_TEXT, "global_head_dim": 8, "vocab_size_per_layer_input": 97, "hidden_size_per_layer_input": 8,
@@ -68,11 +67,7 @@ def gemma4():
 
 
 def document(family, *parts, seed=0):
-    """Return one document.
-
-    Args:
-        parts: numbers of words, and ``"picture"``. In PaliGemma the last number is the suffix.
-    """
+    # ``parts`` are numbers of words, and "picture". In PaliGemma the last number is the suffix.
     generator = torch.Generator().manual_seed(seed)
     ids, types, pictures = [], [], []
     for part in parts:
@@ -91,7 +86,7 @@ def document(family, *parts, seed=0):
 
 
 def documents(family):
-    """Return several documents: pictures side by side, at both ends, across a boundary, and none where it may be."""
+    # Pictures are side by side, at both ends, across a boundary, and nowhere if there may be none.
     parts = [("picture", 2, 3), ("picture", 5, 9), ("picture", 3, 1)]
     if family == "gemma3":
         parts = [(3, "picture", 2, "picture"), ("picture", 5, "picture", 11), (9,), (2, "picture")]
@@ -101,14 +96,13 @@ def documents(family):
 
 
 def several_pictures():
-    """Whether Gemma 3 keeps the pictures of a document apart. In 4.50 and 4.51 they see each other."""
+    # In 4.50 and 4.51 the pictures of a document see each other in Gemma 3.
     modeling = importlib.import_module("transformers.models.gemma3.modeling_gemma3")
     make = getattr(modeling.Gemma3ForConditionalGeneration, "_update_causal_mask", None)
     return make is None or "image_group_ids" in make.__code__.co_varnames
 
 
 def packed(docs):
-    """Return the documents in one row."""
     row = {name: torch.cat([doc[name] for doc in docs], 1) for name in ("input_ids", "token_type_ids", "labels")}
     row["position_ids"] = torch.cat([torch.arange(doc["input_ids"].shape[1]) for doc in docs])[None]
     pictures = [doc["pixel_values"] for doc in docs if "pixel_values" in doc]
@@ -116,13 +110,14 @@ def packed(docs):
 
 
 def alone(model, doc, **call):
-    """Return the logits ``[tokens, vocabulary]`` of a document, with a mask of ones, as a processor makes it."""
+    # The logits are [tokens, vocabulary]. The mask is of ones, as a processor makes it.
     given = {**doc, "attention_mask": torch.ones_like(doc["input_ids"]), **call}
     return model(**{name: value for name, value in given.items() if value is not None}, use_cache=False).logits[0]
 
 
 def with_gradients(model, outputs):
-    """Return some outputs ``[tokens, vocabulary]`` end to end, and the gradients of a fixed weighted sum of them."""
+    # The outputs are [tokens, vocabulary], and come end to end. The gradients are those of a fixed weighted sum of
+    # them.
     model.zero_grad()
     whole = torch.cat(outputs)
     direction = torch.randn(whole.shape, generator=torch.Generator().manual_seed(3))

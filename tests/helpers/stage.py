@@ -19,23 +19,22 @@ import fa2patch
 from compat_matrix.tiny_models import scale_up
 
 END, PAD = "<|end|>", "<|pad|>"
+# A document has at most so many, which are about a third as many tokens.
 CHARACTERS = 400
-"""Of a document at most, which are about a third as many tokens."""
 
-LONGEST = 128
-"""Tokens of a document at most."""
+LONGEST = 128  # tokens of a document at most
 
 BATCH = 8
 IGNORED = -100
+# Current names of arguments, and their names in old versions.
 RENAMED = {"eval_strategy": "evaluation_strategy", "max_length": "max_seq_length", "use_cpu": "no_cuda"}
-"""Current names of arguments, and their names in old versions."""
 
 Features = Sequence[Mapping[str, Any]]
 Batch = dict[str, Any]
 
 
 def texts(count: int) -> list[str]:
-    """Return unique docstrings of the standard library's top modules, ordered by hash to mix modules and lengths."""
+    # Unique docstrings of the standard library's top modules, ordered by hash to mix modules and lengths.
     found: dict[str, None] = {}
     for file in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
         found.update(dict.fromkeys(_docstrings(file)))
@@ -54,7 +53,7 @@ def _docstrings(file: Path) -> Iterator[str]:
 
 
 def tokenizer_of(texts: list[str]) -> Any:
-    """Train a byte-level BPE of 512 tokens and return it as a ``PreTrainedTokenizerFast``."""
+    # A byte-level BPE of 512 tokens.
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -70,7 +69,7 @@ def tokenizer_of(texts: list[str]) -> Any:
 
 
 def tiny_llama(vocabulary: int = 512, **config: Any) -> Any:
-    """Build an untrained Llama of two layers, with fixed weights so large that every token affects later ones."""
+    # The weights are fixed, and so large that every token affects later ones.
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -85,10 +84,8 @@ def tiny_llama(vocabulary: int = 512, **config: Any) -> Any:
 
 
 def tokens(features: Features) -> list[dict[str, list[int]]]:
-    """Return the token ids and labels of each example, with the first label ignored, because nothing predicts it.
-
-    Without this, Trainer 4.46 to 4.57 counts it among the tokens by which a padded batch's loss is divided.
-    """
+    # The first label is ignored, because nothing predicts it. Without this, Trainer 4.46 to 4.57 counts it among the
+    # tokens by which a padded batch's loss is divided.
     kept = [{"input_ids": [*one["input_ids"]], "labels": [*one.get("labels", one["input_ids"])]} for one in features]
     for one in kept:
         one["labels"][0] = IGNORED
@@ -96,12 +93,10 @@ def tokens(features: Features) -> list[dict[str, list[int]]]:
 
 
 def padded(features: Features) -> Batch:
-    """Collate one row for each example, padded to the longest."""
     return rows(tokens(features))
 
 
 def rows(examples: Features) -> Batch:
-    """Pad examples that have ``input_ids`` and ``labels`` to the longest."""
     ids = [torch.tensor(one["input_ids"]) for one in examples]
     labels = [torch.tensor(one["labels"]) for one in examples]
     return {
@@ -112,12 +107,11 @@ def rows(examples: Features) -> Batch:
 
 
 def packed(features: Features, **options: Any) -> Batch:
-    """Collate all examples into one row with fa2patch's collator."""
     return fa2patch.DataCollatorWithFlattening(**options)(tokens(features))
 
 
 def packed_in_two_rows(features: Features) -> Batch:
-    """Collate half of the examples into each of two rows. The mask is zero on the shorter one's padding."""
+    # Each row gets half of the examples. The mask is zero on the shorter one's padding.
     halves = [packed(half) for half in (features[::2], features[1::2]) if half]
     halves = [{**row, "attention_mask": torch.ones_like(row["input_ids"])} for row in halves]
     padding = {"input_ids": 0, "position_ids": 0, "attention_mask": 0, "labels": IGNORED}
@@ -128,16 +122,9 @@ def packed_in_two_rows(features: Features) -> Batch:
 
 
 class Noted:
-    """A collator that records the examples it was given.
-
-    Attributes:
-        seen: a checksum of each batch's token ids.
-        last: the last batch.
-    """
-
     def __init__(self, collate: Callable[[Features], Batch]) -> None:
         self.collate = collate
-        self.seen: list[int] = []
+        self.seen: list[int] = []  # a checksum of each batch's token ids
         self.last: Batch = {}
 
     def __call__(self, features: Features) -> Batch:
@@ -147,27 +134,20 @@ class Noted:
 
 
 class Stage:
-    """What tests in a stack share: the data, the tokenizer, and how a trainer is made.
-
-    Attributes:
-        trl: whether the trainer is TRL's SFTTrainer.
-        folder: the temporary folder of all its trainers.
-        train, held_out: texts; :meth:`dataset` tokenizes them for Trainer, and TRL tokenizes them itself.
-    """
+    """What tests in a stack share: the data, the tokenizer, and how a trainer is made."""
 
     def __init__(self, trl: bool) -> None:
-        self.trl = trl
-        self.folder = tempfile.TemporaryDirectory(prefix="fa2patch-")
+        self.trl = trl  # whether the trainer is TRL's SFTTrainer
+        self.folder = tempfile.TemporaryDirectory(prefix="fa2patch-")  # of all its trainers
         found = texts(904)
         self.tokenizer = tokenizer_of(found)
         self.train, self.held_out = found[:880], found[880:]
 
     def examples(self, texts: Sequence[str]) -> list[dict[str, list[int]]]:
-        """Tokenize texts and cut each to ``LONGEST`` tokens."""
         return [{"input_ids": ids[:LONGEST]} for ids in self.tokenizer(list(texts))["input_ids"]]
 
     def dataset(self, texts: Sequence[str]) -> Any:
-        """Return the trainer's data: a dataset of texts for TRL, a list of tokenized examples for Trainer."""
+        # TRL tokenizes the texts itself.
         if not self.trl:
             return self.examples(texts)
         from datasets import Dataset
@@ -175,14 +155,8 @@ class Stage:
         return Dataset.from_dict({"text": list(texts)})
 
     def trainer(self, model: Any, collator: Any, *, held_out: bool = False, kind: Any = None, **options: Any) -> Any:
-        """Make a trainer over ``train``.
-
-        Args:
-            held_out: whether it gets the held-out documents for evaluation.
-            kind: the trainer's class, if not the default.
-            options: arguments of TrainingArguments by their current names, or ``train_dataset``, or ``callbacks``,
-                whose attribute ``trainer`` is set.
-        """
+        # ``options`` are arguments of TrainingArguments by their current names, or ``train_dataset``, or ``callbacks``,
+        # whose attribute ``trainer`` is set.
         from transformers import Trainer, TrainingArguments
         from transformers.trainer_callback import PrinterCallback
 
@@ -209,7 +183,7 @@ class Stage:
         return trainer
 
     def _sft(self, given: dict[str, Any], kind: Any) -> Any:
-        """Return what makes an SFTTrainer. TRL's own arguments went to the trainer before there was an SFTConfig."""
+        # TRL's own arguments went to the trainer before there was an SFTConfig.
         import trl
         from transformers import TrainingArguments
 
@@ -223,7 +197,6 @@ class Stage:
         return functools.partial(kind or trl.SFTTrainer, args=arguments, **{named: self.tokenizer}, **there)
 
     def run(self, model: Any, collate: Any, *, patched: bool, steps: int, **options: Any) -> dict[str, Any]:
-        """Train a model; return its losses step by step, its mini-batches, trainer, model and last batch."""
         if patched:
             fa2patch.apply(model)
         collator = Noted(collate)
@@ -241,31 +214,28 @@ def _spelled(callable_: Any, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def losses_of(trainer: Any) -> list[float]:
-    """Return the losses that a trainer logged."""
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
 def weights(model: Any) -> dict[str, torch.Tensor]:
-    """Return copies of a model's weights by name."""
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
 def furthest(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
-    """Return the largest difference of two models' weights, relative to the largest of the same tensor in ``other``."""
+    # The difference is relative to the largest value of the same tensor in ``other``.
     if one.keys() != other.keys():
         raise RuntimeError(f"weights of other names: {sorted(one.keys() ^ other.keys())[:4]}")
     return max(float((one[name] - other[name]).abs().max() / other[name].abs().max().clamp(min=1e-9)) for name in one)
 
 
 def largest_relative_difference(losses: Sequence[float], reference: Sequence[float]) -> float:
-    """Return the largest relative difference between two lists of losses of the same length."""
     if len(losses) != len(reference):
         raise RuntimeError(f"{len(losses)} losses against {len(reference)}")
     return max(abs(a - b) / abs(b) for a, b in zip(losses, reference))
 
 
 def compared(run: Mapping[str, Any], reference: Mapping[str, Any]) -> dict[str, float]:
-    """Return how far two results of :meth:`Stage.run` are apart, in their losses and in their models' weights."""
+    """How far two results of :meth:`Stage.run` are apart, in their losses and in their models' weights."""
     return {
         "largest_relative_difference": largest_relative_difference(run["losses"], reference["losses"]),
         "weights_off_by": furthest(weights(run["model"]), weights(reference["model"])),

@@ -17,18 +17,14 @@ import torch
 
 from fa2patch.kernels.aten import Efficient, TorchVarlen
 
-CALLS: list[dict[str, Any]] = []
-"""Some arguments of every forward, for tests that inspect them."""
+CALLS: list[dict[str, Any]] = []  # some arguments of every forward, for tests that inspect them
 
 
 @contextlib.contextmanager
 def installed(padded: bool = False) -> Iterator[list[dict[str, Any]]]:
-    """Make both kernels run on a CPU in every dtype within the block; gives the calls of their forwards.
-
-    Args:
-        padded: whether the log-sum-exp of flash attention is ``[documents, heads, longest]``, as up to torch 2.6 and
-            in builds for ROCm, and not ``[heads, tokens]``.
-    """
+    # Both kernels run on a CPU in every dtype within the block, which is given the calls of their forwards.
+    # ``padded``: the log-sum-exp of flash attention is [documents, heads, longest], as up to torch 2.6 and in builds
+    # for ROCm, and not [heads, tokens].
     library = torch.library.Library("aten", "IMPL")
     library.impl("_flash_attention_forward", _padded_forward if padded else _flash_forward, "CPU")
     library.impl("_flash_attention_backward", _padded_backward if padded else _flash_backward, "CPU")
@@ -44,7 +40,7 @@ def installed(padded: bool = False) -> Iterator[list[dict[str, Any]]]:
 
 
 def _pieces(cu: torch.Tensor, cu_k: torch.Tensor) -> list[tuple[slice, slice]]:
-    """The queries and the keys of every document that has both."""
+    # The queries and the keys of every document that has both.
     pairs = zip(_documents(cu), _documents(cu_k))
     return [(mine, seen) for mine, seen in pairs if mine.start < mine.stop and seen.start < seen.stop]
 
@@ -56,10 +52,8 @@ def _documents(cu: torch.Tensor) -> list[slice]:
 def _weights(
     q: torch.Tensor, k: torch.Tensor, scale: float, causal: bool, left: int | None, right: int | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The float64 logits ``[heads, queries, keys]``, minus infinity where hidden, and their log-sum-exp.
-
-    The last query is at the last key, as in FlashAttention from 2.1 on.
-    """
+    # The float64 logits [heads, queries, keys], minus infinity where hidden, and their log-sum-exp. The last query is
+    # at the last key, as in FlashAttention from 2.1 on.
     keys = k.double().repeat_interleave(q.shape[1] // k.shape[1], 1)
     logits = torch.einsum("ihd,jhd->hij", q.double(), keys) * scale
     distance = torch.arange(len(k) - len(q), len(k))[:, None] - torch.arange(len(k))
@@ -150,6 +144,6 @@ def _efficient_backward(
 
 
 def _causal(mask: int, cu: torch.Tensor, cu_k: torch.Tensor) -> bool:
-    """Whether ``custom_mask_type`` is causal: 1 counts from the first key, 2 from the last, which is modelled here."""
+    # ``custom_mask_type`` 1 counts from the first key, 2 from the last, which is modelled here.
     assert mask in (0, 2) or torch.equal(cu, cu_k), "counted from the first key, the last query is not at the last key"
     return mask != 0

@@ -19,26 +19,21 @@ VARIANTS = [
     "fa2patch:flash_attn+lengths", "by-hand:flash_attn", "upstream:flash_attention_2",
     "upstream:flash_attention_2+lengths", "upstream:sdpa",
 ]  # fmt: skip
+# Seconds until a process computes, and that it takes in all: those of an H200 that first_gpu_16_documents.json has.
 START, TAKES = 8, {"kernels": 12, "models": 23, "training": 50, "hybrids": 60}
-"""Seconds until a process computes, and that it takes in all: those of an H200 that first_gpu_16_documents.json has."""
 
 
 class Gone(BaseException):
-    """The machine is gone."""
+    pass
 
 
 class Machine:
-    """A machine that is there for so many seconds.
-
-    Attributes:
-        ran: the processes that were started, in order.
-        computed: the cases, models and variants that were computed, in order.
-    """
+    """A machine that is there for so many seconds."""
 
     def __init__(self, monkeypatch: Any, folder: Any, seconds: float = float("inf")) -> None:
         self.now, self.gone, self.folder = 0.0, seconds, folder
-        self.ran: list[str] = []
-        self.computed: list[str] = []
+        self.ran: list[str] = []  # the processes that were started, in order
+        self.computed: list[str] = []  # the cases, models and variants that were computed, in order
         self.known = figures.committed("first_gpu_16_documents")
         device = {**figures.header("", "cpu"), "device": self.known["device"]}
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -50,14 +45,14 @@ class Machine:
         monkeypatch.setattr(gpu.Job, "run", lambda job, seconds: self.run(job, seconds))
 
     def first_gpu(self) -> int:
-        """Run the command until it ends or the machine is gone; returns its exit code, or -1."""
+        # The command ends with an exit code, or with -1 if the machine is gone.
         try:
             return first_gpu.main(["--out", str(self.folder)])
         except Gone:
             return -1
 
     def run(self, job: gpu.Job, seconds: float) -> dict[str, Any]:
-        """A process of so many seconds at most, as :meth:`compat_matrix.bench.gpu.Job.run`."""
+        # It stands for :meth:`compat_matrix.bench.gpu.Job.run`.
         self.ran.append(f"{job.stage}, {job.name}")
         until, what = self.now + seconds, {"kernels": "cases", "models": "architectures", "hybrids": "families"}
         self.takes(START)
@@ -84,7 +79,6 @@ class Machine:
             raise Gone
 
     def parts(self, job: gpu.Job) -> dict[str, Any]:
-        """What a process finds, by what it computes one by one."""
         results = self.known["results"]
         if job.stage == "kernels":
             found: dict[str, Any] = results["kernels"][job.name]["cases"]
@@ -95,7 +89,7 @@ class Machine:
         return found
 
     def trained(self, variant: str) -> dict[str, Any]:
-        """What a process of training writes, from what the merged results say."""
+        # What a process of training writes is made of what the merged results say.
         known = self.known["results"]["training"]["training"]["shapes"]["Llama-2-7B"]
         found = {}
         for name, run in known["distributions"].items():

@@ -5,7 +5,7 @@ import threading
 
 
 def in_threads(*works, times=3):
-    """Return what each function returned in three runs, or so many. The first error of any is raised here."""
+    # The result is what each function returned in ``times`` runs. The first error of any is raised here.
     barrier, results = threading.Barrier(len(works)), [None] * len(works)
 
     def run(index, work):

@@ -11,14 +11,13 @@ import transformers
 
 from compat_matrix import tiny_models
 
+# Architectures by a part of a model's name. All other names get a Llama. The weights are random.
 KINDS = {"ModernBERT": "modernbert:masked", "LFM2": "lfm2", "Qwen2-VL": "qwen2_vl"}
-"""Architectures by a part of a model's name. All other names get a Llama. The weights are random."""
 
 TEXTS = [f"Question: what is {n} and {n}?\nAnswer: {' '.join(['it is', str(2 * n)] * (n % 5 + 1))}." for n in range(64)]
 
 
 def make_data(home: Path) -> None:
-    """Write the data that the pages load into a folder."""
     lines = [{"prompt": text.partition("Answer:")[0], "completion": text.partition("Answer:")[2]} for text in TEXTS]
     write(home / "train.jsonl", lines)
     asked = [{"instruction": line["prompt"], "output": line["completion"]} for line in lines]
@@ -28,7 +27,7 @@ def make_data(home: Path) -> None:
 
 
 def make_models(code: str, home: Path) -> None:
-    """Make the models that a page's code loads, in folders of their names, where they are not there yet."""
+    # The models that a page's code loads are made in folders of their names.
     for name in re.findall(r"(?:from_pretrained\(\s*|\bname = )\"([\w./-]+)\"", code):
         if not (home / name).exists():
             tokenizer = tiny_tokenizer()
@@ -42,7 +41,7 @@ def write(file: Path, lines: list[dict[str, object]]) -> None:
 
 
 def save_tiny_llama(folder: Path) -> None:
-    """Write a Llama with large random weights, and its tokenizer, for a program that is given a folder."""
+    # The random weights are large. A program is given the folder.
     tokenizer = tiny_tokenizer()
     config = transformers.LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,

@@ -15,16 +15,14 @@ from compat_matrix.ecosystem.stacks import split
 
 HELPERS = Path(__file__).parent
 ROOT = HELPERS.parents[1]
+# Seconds. The longest script runs every architecture, and takes six minutes on a machine with nothing else to do.
 LIMIT = 1800
-"""Seconds. The longest script runs every architecture, and takes six minutes on a machine with nothing else to do."""
 
 
 def launched(entry: str) -> dict[str, Any]:
-    """Run a script, given as ``raw``, ``trainer zero3`` or ``ulysses, 4 processes``.
-
-    It returns the JSON that the script's first process wrote. A ``trainer`` script is first run in one process. The
-    result is passed to the second run as the reference.
-    """
+    # ``entry`` is ``raw``, ``trainer zero3`` or ``ulysses, 4 processes``. The result is the JSON that the script's
+    # first process wrote.
+    # A ``trainer`` script is first run in one process. Its result is passed to the second run as the reference.
     (file, *options), processes = split(entry)[0].split(), split(entry)[1]
     python, called = sys.executable, [str(ROOT / "tests" / "distributed" / f"{file}.py"), *options]
     with tempfile.TemporaryDirectory(prefix="fa2patch-") as folder:
@@ -49,7 +47,7 @@ def launched(entry: str) -> dict[str, Any]:
 
 
 def _run(launch: list[str], variables: dict[str, str], out: Path) -> None:
-    """Run a command and check that it wrote its file. After a timeout the whole process group is killed."""
+    # After a timeout the whole process group is killed.
     process = subprocess.Popen(
         launch, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )

@@ -6,13 +6,13 @@ from compat_matrix import tiny_configs
 
 
 def a_tree(drawn, segments=7, longest=9):
-    """Draw the lengths and the parents of up to so many segments with a ``random.Random``."""
+    # ``drawn`` is a ``random.Random``. Lengths and parents are returned.
     count = drawn.randint(1, segments)
     return [drawn.randint(1, longest) for _ in range(count)], [drawn.randint(-1, at - 1) for at in range(count)]
 
 
 def tree_batch(lengths, parents, seed=0, labels=False):
-    """Return the forward's arguments for one row of random tokens."""
+    """The forward's arguments for one row of random tokens."""
     drawn = torch.Generator().manual_seed(seed)
     ids = torch.randint(3, tiny_configs.VOCABULARY, (1, sum(lengths)), generator=drawn)
     batch = rows_of_segments(list(zip(lengths, parents)), ids=ids)
@@ -22,12 +22,8 @@ def tree_batch(lengths, parents, seed=0, labels=False):
 
 
 def rows_of_segments(*rows, ids=None):
-    """Make a batch of rows of segments, with random tokens.
-
-    Args:
-        rows: for each row its segments in order: ``(length, the number of its parent in this row, or -1)``.
-        ids: the tokens, int64 ``[rows, length]``.
-    """
+    # ``rows`` has for each row its segments in order: (length, the number of its parent in this row, or -1). ``ids``
+    # are the tokens, [rows, length].
     lengths, parents = [], []
     positions = []
     for row in rows:

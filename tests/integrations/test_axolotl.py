@@ -53,12 +53,12 @@ def test_packed_adapters_have_the_losses_of_padded_ones(stack: str) -> None:
 
 
 def test_the_command_trains_as_what_it_imports(stack: str) -> None:
-    """The other trainings are processes that run what ``axolotl`` runs, because its imports take as long as they do."""
+    # The other trainings run what ``axolotl`` runs in processes, because its imports take as long as they do.
     assert_same(runs(stack)["axolotl train"], runs(stack)["padded"])
 
 
 def test_several_rows_of_a_batch_are_one_row_without_padding(stack: str) -> None:
-    """The padded batch is one of eight: axolotl 0.19 takes the mean of the means of accumulated batches."""
+    # The padded batch is one of eight: axolotl 0.19 takes the mean of the means of accumulated batches.
     found = runs(stack)["packed, two rows"]
     assert_same(found, runs(stack)["padded, eight"])
     assert found["verified"] == {"ok": True, "documents": 8}

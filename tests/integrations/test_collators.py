@@ -22,7 +22,6 @@ SDISTS = {"trl-0.7.11": 2, "trl-0.19.1": 4}
 
 
 def sources_of_trl(release: str, folder: Path) -> Path:
-    """Return TRL's file of tests from the release's sdist on PyPI."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", "trl", f"trl=={release}"]
     done = subprocess.run([*command, "--dest", str(folder)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]

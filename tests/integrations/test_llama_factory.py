@@ -52,7 +52,7 @@ def test_a_row_of_neat_packing_has_the_losses_of_its_documents_padded(stack: str
 
 
 def test_neat_packing_with_sdpa_is_llama_factorys_own(stack: str) -> None:
-    """Its mask for every query isolates the documents, in a row that is filled with padding."""
+    # LLaMA-Factory's mask for every query isolates the documents, in a row that is filled with padding.
     found = run(stack, "neat, sdpa")
     assert_same(found, run(stack, "padded"))
     assert len(found["batch"]["attention_mask"]) == 4

@@ -10,8 +10,8 @@ from in_stack import run_in
 
 pytestmark = pytest.mark.slow
 SCRIPTS = Path(__file__).with_name("scripts")
+# Bound on a relative difference: Trainer's log has four digits before Transformers 5.
 CLOSE = 2e-5
-"""Bound on a relative difference: Trainer's log has four digits before Transformers 5."""
 
 FUSED = ("liger_on_the_class", "liger_on_the_object", "cut_cross_entropy")
 
@@ -74,7 +74,7 @@ def test_sfttrainers_fused_head_is_refused_with_weights_and_trainers_loss_is_rig
 
 @pytest.mark.parametrize("stack", ["losses-4.44.2"])
 def test_fused_losses_of_old_releases_are_right_or_refused(stack: str) -> None:
-    """Liger 0.3.0 and cut-cross-entropy 24.11.4; tests/stacks/test_fused_losses.py runs with the newest ones."""
+    # Liger 0.3.0 and cut-cross-entropy 24.11.4; tests/stacks/test_fused_losses.py runs with the newest ones.
     for cases in run_in(stack, SCRIPTS / "fused_losses.py", *FUSED).values():
         assert len(cases) == 8
         for case, said in cases.items():

@@ -15,7 +15,7 @@ if not hasattr(transformers, "ModernBertModel"):
 
 
 def embedded(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, set[int]]:
-    """The mean of each text's hidden states, as sentence-transformers pools, and the tokens of each layer's calls."""
+    # The mean of each text's hidden states, as sentence-transformers pools, and the tokens of each layer's calls.
     seen: set[int] = set()
     hooks = [
         layer.register_forward_pre_hook(lambda layer, args: seen.add(args[0][..., 0].numel())) for layer in model.layers

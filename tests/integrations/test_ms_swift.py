@@ -73,7 +73,7 @@ def test_packed_rows_have_the_loss_of_their_documents_alone(stack: str) -> None:
 @pytest.mark.parametrize("stack", [NEWEST])  # 3.10.0 imports vLLM for GRPO, also with --use_vllm false
 @pytest.mark.parametrize("way", GRPO)
 def test_grpo_has_the_steps_of_padded_training(stack: str, way: str) -> None:
-    """Its loss is a sum that cancels but for rounding, so the gradients' size and the divergence tell more."""
+    # GRPO's loss is a sum that cancels but for rounding, so the gradients' size and the divergence tell more.
     found, expected = runs(stack)[way], runs(stack)["grpo"]
     for name in ("grad_norm", "kl", "reward"):
         assert len(logged(expected, name)) == 4

@@ -23,7 +23,7 @@ TASKS = {"text-classification": "ForSequenceClassification", "feature-extraction
 
 
 def computed(pipe: Any, layer: torch.nn.Module) -> tuple[list[Any], int]:
-    """What a pipeline returns for texts of many lengths, and the number of tokens that a layer computed."""
+    # What the pipeline returns for texts of many lengths, and the number of tokens that the layer computed.
     tokens: list[int] = []
     hook = layer.register_forward_pre_hook(lambda layer, args: tokens.append(args[0][..., 0].numel()))
     found = pipe([text * (number % 4 + 1) for number, text in enumerate(TEXTS[:32])], batch_size=8)

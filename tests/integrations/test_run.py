@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 
 @functools.cache
 def script(stack: str, name: str, *arguments: str, options: tuple[str, ...] | None = None) -> Any:
-    """What a script prints, and the lines of fa2patch; without ``options``, the script runs without fa2patch."""
+    # Without ``options``, the script runs without fa2patch. Returned are its result and the lines of fa2patch.
     how = () if options is None else (*RUN, *options)
     found, said = printed_in(stack, *how, str(SCRIPTS / name), *arguments, packages=["click"])
     assert found.pop("fa2patch") is (options is not None)
@@ -28,7 +28,7 @@ TIMED = ("step_time", "epoch")
 
 
 def assert_same_logs(found: list[dict[str, Any]], expected: list[dict[str, Any]], but: str = "nothing") -> None:
-    """Require the same numbers in each step. Each may differ by a part of the largest one of its kind."""
+    # Each value may differ by a part of the largest one of its kind.
     assert [entry.keys() for entry in found] == [entry.keys() for entry in expected]
     for name in (name for name in expected[0].keys() - {*TIMED} if but not in name):
         ours, theirs = ([entry[name] for entry in logs] for logs in (found, expected))
@@ -55,8 +55,8 @@ SCRIPTS_OF_TRL = [
 ]
 
 
+# Numbers that are no results: sums over padding, and a loss of advantages that cancel each other but for rounding.
 OTHERWISE = {("trl-0.19.1", "kto"): "logits/", ("trl-1.16.0", "rloo"): "loss"}
-"""Numbers that are no results: sums over padding, and a loss of advantages that cancel each other but for rounding."""
 
 
 @pytest.mark.parametrize(("stack", "name"), SCRIPTS_OF_TRL)
@@ -88,7 +88,7 @@ def test_no_pack_leaves_the_batches_of_an_unchanged_grpo_script_padded() -> None
 
 @pytest.mark.parametrize("stack", ["transformers-4.36.2", "transformers-4.57.6", "transformers-5.23.0"])
 def test_an_unchanged_script_with_model_init_is_isolated(stack: str) -> None:
-    """The model's class is called by ``model_init``: in the Trainer's constructor, and again in each ``train``."""
+    # ``model_init`` calls the model's class in the Trainer's constructor, and again in each ``train``.
     alone, _ = script(stack, "model_init.py", "padded", "packed")
     padded, leaking = alone["padded"], alone["packed"]
     assert padded["losses"][:4] == padded["losses"][4:] and len(set(padded["losses"][:4])) == 4

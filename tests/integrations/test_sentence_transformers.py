@@ -44,7 +44,7 @@ EMBEDDED = [
 
 @pytest.mark.parametrize(("stack", "family", "attention"), EMBEDDED)
 def test_embeddings_are_those_of_the_unpatched_model(stack: str, family: str, attention: str) -> None:
-    """In all poolings, with prompts, truncated, normalized, of each token, of an empty text and of one text."""
+    # The cases are all poolings, prompts, truncation, normalization, each token, an empty text and one text.
     result = found(stack, "st_embeddings.py", family, attention)
     assert max(result["off"].values()) < 1e-6, result["off"]
     assert result["different"] > 10
@@ -77,7 +77,7 @@ def test_thirty_steps_train_as_without_the_patch(stack: str, kind: str) -> None:
 
 @pytest.mark.parametrize("family", ["roberta", "modernbert"])
 def test_its_own_flattening_is_right_beside_the_patch(family: str) -> None:
-    """Texts are flattened for flash attention from 5.5 on; then the patch is handed a packed row."""
+    # Texts are flattened for flash attention from 5.5 on; then the patch is handed a packed row.
     result = found(NEWEST, "st_flattened.py", family)
     assert result["flattened"] == [True, True, False]
     assert max(result["off"].values()) < 1e-6, result["off"]

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 @functools.cache
 def runs(stack: str, kind: str) -> dict[str, Any]:
-    """The runs of one trainer, by variant and way. One process does them all, because imports take most of the time."""
+    # One process does all runs of a trainer, because imports take most of the time.
     jobs = [f"{variant}:{number}:{','.join(ways)}" for variant, (number, ways) in variants(stack, kind).items()]
     script = "trl_groups.py" if kind in ("grpo", "rloo") else "trl_pairs.py"
     found = run_in(stack, SCRIPTS / script, kind, *jobs)
@@ -29,7 +29,6 @@ def runs(stack: str, kind: str) -> dict[str, Any]:
 
 
 def by_name(run: dict[str, Any]) -> dict[str, list[float]]:
-    """The losses, and the values of each metric."""
     found: dict[str, list[float]] = {"losses": run["losses"]}
     for entry in run["logs"]:
         for name, value in entry.items():
@@ -39,10 +38,8 @@ def by_name(run: dict[str, Any]) -> dict[str, list[float]]:
 
 
 def assert_same(found: dict[str, Any], expected: dict[str, Any], but: str = "nothing", rel: float = 1e-4) -> None:
-    """Require the same losses and metrics. Each value may differ by a part of the largest one of its kind.
-
-    A loss of GRPO or RLOO is a sum of advantages that cancel each other, so it is close to 0 in some steps.
-    """
+    # Each value may differ by a part of the largest one of its kind. A loss of GRPO or RLOO is a sum of advantages that
+    # cancel each other, so it is close to 0 in some steps.
     assert found["generated"] == expected["generated"]
     ours, theirs = by_name(found), by_name(expected)
     assert ours.keys() == theirs.keys()
@@ -53,10 +50,8 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any], but: str = "not
 
 
 def assert_packed(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Require that layers saw the real tokens of each call, and all tokens of the calls of ``generate``.
-
-    A proof also runs one document alone: the recorder's hook is code that fa2patch does not know.
-    """
+    # Layers must see the real tokens of each call, and all tokens of the calls of ``generate``. A proof also runs one
+    # document alone: the recorder's hook is code that fa2patch does not know.
     calls = [call[:2] for call in expected["calls"]]
     assert [call[:2] for call in found["calls"]] == calls, "the trainer made other batches"
     assert {tuple(call[2:]) == (call[0],) for call in expected["calls"]} == {True}
@@ -66,14 +61,13 @@ def assert_packed(found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 def assert_shared(found: dict[str, Any], packed: dict[str, Any]) -> None:
-    """Require that layers saw less than the real tokens."""
+    # Layers must see less than the real tokens.
     assert [call[:2] for call in found["calls"]] == [call[:2] for call in packed["calls"]]
     assert sum(call[-1] for call in found["calls"]) < 0.85 * sum(call[-1] for call in packed["calls"])
     assert_untouched(found, packed)
 
 
 def assert_untouched(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Require the same calls of ``generate``, and as many calls of the same models with and without gradients."""
     assert found["cached"] == expected["cached"]
     assert all(call[2:] == [call[0]] for call in found["cached"])
     assert (found["no_grad"], found["models"]) == (expected["no_grad"], expected["models"])
@@ -84,19 +78,19 @@ PAIRS = [
     (OLDER, "prm"),  # 0.12.2 has no PRMTrainer yet, and 1.16.0 none any more
 ]
 GROUPS = [(OLD, "rloo"), *[(stack, kind) for kind in ("grpo", "rloo") for stack in (OLDER, NEWEST)]]
+# The first RLOOTrainer has no form with an adapter, and a gradient checkpointing that is its own.
 OF_TWO_POLICIES = [(OLD, "rloo"), (OLDER, "rloo")]
-"""The first RLOOTrainer. It has no form with an adapter, and a gradient checkpointing that is its own."""
 
+# Here TRL's ``logits/...`` are means or sums of all logits of a batch, those at padding included.
 OF_PADDING = [
     *[(stack, kind) for kind in ("orpo", "cpo") for stack in (OLD, OLDER, NEWEST)],
     (OLD, "kto"),
     (OLDER, "kto"),
 ]
-"""Where TRL's ``logits/...`` are means or sums of all logits of a batch, those at padding included."""
 
 
 def variants(stack: str, kind: str) -> dict[str, tuple[int, list[str]]]:
-    """The number of steps and the ways of each variant."""
+    # The number of steps and the ways of each variant.
     short = (10, ["padded", "packed"])
     if stack.startswith("liger"):
         return {"liger": (6, ["padded", "packed"])}
@@ -116,7 +110,7 @@ def variants(stack: str, kind: str) -> dict[str, tuple[int, list[str]]]:
 
 @pytest.mark.parametrize(("stack", "kind"), PAIRS)
 def test_trainer_has_the_losses_and_metrics_of_padded_batches(stack: str, kind: str) -> None:
-    """Metrics that count padding are those of a padded run in which hidden states at padding are zero."""
+    # Metrics that count padding are those of a padded run in which hidden states at padding are zero.
     found = runs(stack, kind)["full"]
     expected = found["padded"]
     assert len(expected["losses"]) == STEPS
@@ -133,7 +127,7 @@ def test_trainer_has_the_losses_and_metrics_of_padded_batches(stack: str, kind: 
 
 
 def assert_as_padded(stack: str, kind: str, variant: str, models: int) -> None:
-    """Require so many models in the padded run of a variant, and the same numbers from the packed run."""
+    # ``models`` is the number of models in the padded run.
     found = runs(stack, kind)[variant]
     assert found["padded"]["models"] == models
     assert_packed(found["packed"], found["padded"])
@@ -142,14 +136,14 @@ def assert_as_padded(stack: str, kind: str, variant: str, models: int) -> None:
 
 @pytest.mark.parametrize(("stack", "kind"), PAIRS)
 def test_trainer_with_an_adapter(stack: str, kind: str) -> None:
-    """Where there is a reference, it is the model without its adapter."""
+    # Where there is a reference, it is the model without its adapter.
     assert_as_padded(stack, kind, "lora", models=1)
 
 
 @pytest.mark.parametrize("stack", [OLD, OLDER, NEWEST])
 @pytest.mark.parametrize("kind", ["dpo", "kto"])
 def test_precomputed_log_probabilities_of_the_reference(stack: str, kind: str) -> None:
-    """They are computed in the loader up to 0.19, and in the trainer's constructor since 1.0: packed in both."""
+    # They are computed in the loader up to 0.19, and in the trainer's constructor since 1.0: packed in both.
     assert_as_padded(stack, kind, "precompute", models=2)
 
 
@@ -162,7 +156,7 @@ def test_dpo_with_the_mean_log_probabilities_of_ipo(stack: str) -> None:
 
 @pytest.mark.parametrize(("stack", "kind"), GROUPS)
 def test_reinforcement_learning_has_the_losses_and_metrics_of_padded_batches(stack: str, kind: str) -> None:
-    """Old log-probabilities, those of the reference, and the reward model's batches are packed too."""
+    # Old log-probabilities, those of the reference, and the reward model's batches are packed too.
     found = runs(stack, kind)["reward_model"]
     assert len(found["padded"]["losses"]) >= STEPS
     assert found["padded"]["models"] == 3
@@ -174,7 +168,7 @@ def test_reinforcement_learning_has_the_losses_and_metrics_of_padded_batches(sta
 def test_reinforcement_learning_with_an_adapter_or_checkpointing(
     stack: str, kind: str, variant: str, models: int
 ) -> None:
-    """The policy generates with a cache, and those calls are not packed."""
+    # The policy generates with a cache, and those calls are not packed.
     found = runs(stack, kind)[variant]
     assert found["padded"]["cached"]
     assert found["padded"]["models"] == models
@@ -192,7 +186,7 @@ def assert_groups(found: dict[str, Any]) -> None:
 
 
 def test_dpo_with_ligers_loss() -> None:
-    """With ``use_liger_loss``, all ``logits/...`` count padding."""
+    # With ``use_liger_loss``, all ``logits/...`` count padding.
     found = runs("liger-trl-0.19.1", "dpo")["liger"]
     assert_packed(found["packed"], found["padded"])
     assert_same(found["packed"], found["padded"], but="logits/")
@@ -209,7 +203,7 @@ def own_rows(stack: str, option: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("stack", "option"), OWN)
 def test_rows_that_sft_packs_itself_are_trained_as_their_documents_padded(stack: str, option: str) -> None:
-    """Documents are those of TRL's dataset: ``bfd`` drops what is longer than a row, ``bfd_split`` cuts it."""
+    # Documents are those of TRL's dataset: ``bfd`` drops what is longer than a row, ``bfd_split`` cuts it.
     found = own_rows(stack, option)
     assert {*found["columns"]} & BOUNDARIES == (BOUNDARIES if stack == NEWEST else {"position_ids"})
     isolated, mixed = found["alone"]
@@ -224,7 +218,7 @@ def test_rows_that_sft_packs_itself_are_trained_as_their_documents_padded(stack:
 
 @pytest.mark.parametrize("stack", [OLDER, NEWEST])
 def test_rows_of_the_wrapped_strategy_are_refused_or_said(stack: str) -> None:
-    """They say nowhere where texts start, so ``apply`` can only warn that nothing was packed."""
+    # Such rows say nowhere where texts start, so ``apply`` can only warn that nothing was packed.
     found = own_rows(stack, "wrapped")
     assert not {*found["columns"]} & BOUNDARIES
     assert "NothingPacked" in found["said"]
@@ -253,13 +247,13 @@ def in_passes(stack: str, kind: str) -> dict[str, Any]:
 
 
 def budgets(kind: str) -> tuple[str, ...]:
-    """Two budgets, of which the smaller one is about half a batch."""
+    # The smaller budget is about half a batch.
     return ("budget150", "budget90") if kind == "sft" else ("budget250", "budget160")
 
 
 @pytest.mark.parametrize(("stack", "kind", "variant"), IN_PASSES)
 def test_a_budget_of_tokens_keeps_losses_and_metrics(stack: str, kind: str, variant: str) -> None:
-    """The loss sees the outputs of the whole batch, and so do metrics: all are those of the padded batch."""
+    # The loss sees the outputs of the whole batch, and so do metrics: all are those of the padded batch.
     found = in_passes(stack, kind)[variant]
     expected = by_name({**found["padded"], "losses": []})
     cut = []

@@ -15,11 +15,11 @@ from compat_matrix.ecosystem.stacks import stacks
 SCRIPT = Path(__file__).with_name("scripts") / "trl_all.py"
 PAGE = Path(__file__).parents[2] / "docs" / "stack" / "trl.md"
 STACKS = ("trl-0.19.1", "trl-0.25.1", "trl-1.16.0")
+# Parts of the reasons of ``StaysPadded``, and what they mean in these trainings.
 SHORT = {
     "each row of its mask must be zeros around one run of ones": "a pad token was sampled inside a text",
     "a model around it made a cache_position": "mixed sampling without a cache",
 }
-"""Parts of the reasons of ``StaysPadded``, and what they mean in these trainings."""
 
 NOT_RUN = {"NotImplementedError: Cross-tokenizer ULD": "it takes byte-level tokenizers only"}
 
@@ -34,7 +34,6 @@ def trainers(stack: str) -> dict[str, Any]:
 
 
 def verdict(ways: dict[str, Any]) -> str:
-    """What the table says of a trainer."""
     if "not run" in ways:
         return f"not run: {NOT_RUN.get(ways['not run'].partition(' currently')[0], ways['not run'])}"
     whole = ways["packed_trainer"]
@@ -62,7 +61,6 @@ def test_every_trainer_learns_what_it_learns_unpatched(stack: str) -> None:
 
 
 def table() -> list[str]:
-    """The lines of the page's table, as the runs are."""
     found = {stack: trainers(stack) for stack in STACKS}
     names = sorted({name for each in found.values() for name in each}, key=str.lower)
     heads = ["trainer", *(stack.removeprefix("trl-") for stack in STACKS)]

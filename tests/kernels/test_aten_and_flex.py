@@ -79,7 +79,7 @@ def test_torch_varlen_takes_a_log_sum_exp_that_is_padded(sinks, parents):
 
 
 def with_a_longer_longest(kernel):
-    """Call a kernel as the collator's ``max_documents`` and ``longest_document`` do."""
+    # The collator's ``max_documents`` and ``longest_document`` make such a ``max_seqlen``.
     return lambda q, k, v, boundaries, options: kernel(q, k, v, replace(boundaries, max_seqlen=4 * len(q)), options)
 
 
@@ -115,7 +115,7 @@ def test_torch_without_windows_is_not_asked_for_them(monkeypatch):
 
 
 def test_what_torch_and_the_gpu_lack_is_the_reason(monkeypatch):
-    """On a stand-in for torch and its device: no operator, no device, an old one, a build without flash attention."""
+    # On a stand-in for torch and its device: no operator, no device, an old one, a build without flash attention.
     arguments = frozenset()
     flash, efficient = aten._flash_runs.__wrapped__, aten._efficient_runs.__wrapped__
     monkeypatch.setattr(aten, "_arguments", lambda operator: arguments)
@@ -224,7 +224,7 @@ def test_flex_compiled_equals_the_definition():
 
 @pytest.mark.slow
 def test_flex_is_compiled_for_more_kinds_of_calls_than_dynamo_compiles_one_function_for(monkeypatch, flex, caplog):
-    """Beyond dynamo's limit, FlexAttention would run uncompiled: slow, and with a score for every two tokens."""
+    # Beyond dynamo's limit, FlexAttention would run uncompiled: slow, and with a score for every two tokens.
     limit = "recompile_limit" if hasattr(torch._dynamo.config, "recompile_limit") else "cache_size_limit"
     monkeypatch.setattr(flex_module.torch, "compile", functools.partial(torch.compile, backend="eager"))
     flex_module._compiled.cache_clear()

@@ -13,15 +13,11 @@ SHORT = (1, 20, 7, 13)
 
 
 class OneTokenWider(Reference):
-    """A kernel whose window is one token wider than it should be."""
-
     def __call__(self, q, k, v, boundaries, options):
         return super().__call__(q, k, v, boundaries, replace(options, window=options.window + 1))
 
 
 class WithoutSinksGradient(Reference):
-    """A kernel that gives sinks no gradient."""
-
     def __call__(self, q, k, v, boundaries, options):
         output = super().__call__(q, k, v, boundaries, replace(options, sinks=options.sinks.detach()))
         return output + 0 * options.sinks.sum()

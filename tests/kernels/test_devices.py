@@ -22,7 +22,6 @@ CPU = torch.device("cpu")
 
 
 def put(monkeypatch, name, **attributes):
-    """Install a package with these attributes."""
     module = ModuleType(name)
     module.__spec__ = ModuleSpec(name, loader=None)
     vars(module).update(attributes)
@@ -31,19 +30,19 @@ def put(monkeypatch, name, **attributes):
 
 # --- Ascend ---------------------------------------------------------------------------------------------------
 
+# The signature of the prototype in Ascend Extension for PyTorch 6.0, ``torch_npu.npu_fusion_attention``.
 DOCUMENTED = (
     "query, key, value, head_num, input_layout, pse=None, padding_mask=None, atten_mask=None, scale=1.0, "
     "keep_prob=1.0, pre_tockens=2147483647, next_tockens=2147483647, inner_precise=0, prefix=None, "
     "actual_seq_qlen=None, actual_seq_kvlen=None, sparse_mode=0, gen_mask_parallel=True, sync=False"
 )
-"""The prototype in Ascend Extension for PyTorch 6.0, ``torch_npu.npu_fusion_attention``."""
 
 
 def fusion_attention(query, key, value, head_num, input_layout, pse=None, padding_mask=None, atten_mask=None, scale=1.0,
                      keep_prob=1.0, pre_tockens=2147483647, next_tockens=2147483647, inner_precise=0, prefix=None,
                      actual_seq_qlen=None, actual_seq_kvlen=None, sparse_mode=0, gen_mask_parallel=True,
                      sync=False):  # fmt: skip
-    """What is documented for the layout TND, with every rule that is documented as an assertion."""
+    # It computes what is documented for the layout TND, with every rule that is documented as an assertion.
     assert input_layout == "TND" and head_num == query.shape[1]
     assert query.shape[2] == key.shape[2] == value.shape[2] <= 512 and query.dtype == key.dtype == value.dtype
     for ends, tokens in ((actual_seq_qlen, query.shape[0]), (actual_seq_kvlen, key.shape[0])):
@@ -72,7 +71,7 @@ def fusion_attention(query, key, value, head_num, input_layout, pse=None, paddin
 
 @pytest.fixture
 def npu(monkeypatch):
-    """Install torch_npu with an NPU, and give the arguments of its calls by name."""
+    # The arguments of the NPU's calls are given by name.
     calls = []
 
     def noted(*given, **more):
@@ -151,7 +150,7 @@ def of_aiter(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, mi
              alibi_slopes=None, deterministic=False, return_lse=False, return_attn_probs=False, how_v3_bf16_cvt=1,
              block_table=None, out=None, cu_seqlens_q_padded=None, cu_seqlens_k_padded=None,
              sink_ptr=None):  # fmt: skip
-    """``flash_attn_varlen_func`` of aiter/ops/mha.py."""
+    # ``flash_attn_varlen_func`` of aiter/ops/mha.py.
     assert len(window_size) in (2, 3)
     return stand_in.flash_attn_varlen_func(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
@@ -192,8 +191,6 @@ def test_the_reference_computes_what_no_kernel_does_and_says_why(device):
 
 
 class Attentions(TorchDispatchMode):
-    """Counts the calls of torch's attention."""
-
     count = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -203,7 +200,7 @@ class Attentions(TorchDispatchMode):
 
 @pytest.mark.parametrize(("lengths", "calls"), [((70,) * 64, 2), ((9, 1, 7) * 20, 1), ((512, 500, 64, 60, 3), 5)])
 def test_the_reference_calls_torchs_attention_for_each_group_of_near_lengths(lengths, calls):
-    """What holds on MPS and XPU today: so many calls a layer, whatever the number of documents."""
+    # MPS and XPU have it so today: so many calls a layer, whatever the number of documents.
     q, k, v = (x.detach() for x in states(lengths, torch.float32))
     with Attentions() as counted:
         Reference()(q, k, v, documents(lengths), Options())
@@ -230,7 +227,7 @@ def test_kernels_of_other_devices_are_known_by_name_and_listed():
 
 @pytest.mark.parametrize("name", devices.ELSEWHERE)
 def test_a_graph_finds_the_kernel_without_an_import(name):
-    """``Picks.captured`` asks for it by its name in each layer that is traced. Dynamo cannot trace an import."""
+    # ``Picks.captured`` asks for a kernel by its name in each layer that is traced. Dynamo cannot trace an import.
     torch._dynamo.reset()
     kernel = picks.named(name)
     run = torch.compile(lambda x: x * len(picks.named(name).name), backend="eager", fullgraph=True)

@@ -65,7 +65,7 @@ def test_a_kernel_isolates_documents(kernel, feature):
 
 @pytest.mark.parametrize("layout", ["causal", "both ways"])
 def test_documents_without_tokens(kernel, layout):
-    """The collator's ``max_documents`` makes them."""
+    # The collator's ``max_documents`` makes such documents.
     case = Case(layout=layout, lengths=(1, 200, 77, 130, 0, 0, 0))
     reason = refusal(kernel, case, "cuda")
     if reason:
@@ -130,7 +130,7 @@ def lengthy(*lengths, **options):
 
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_compiled(mode):
-    """``reduce-overhead`` records new CUDA graphs if the longest length changes. Results stay right."""
+    # ``reduce-overhead`` records new CUDA graphs if the longest length changes. Results stay right.
     model = tiny_models.build("llama", "sdpa", torch.bfloat16, **gpu.big("llama")).cuda()
     fa2patch.apply(model)
     compiled = torch.compile(model, mode=mode, fullgraph=True)

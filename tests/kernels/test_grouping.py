@@ -36,7 +36,6 @@ TOKENS, SCORES = (16384, 1), (grouping.SCORES, 2)
 
 
 def assert_bounded(lengths, batches, most, power, pads):
-    """Every document is in one batch, and padding is bounded."""
     assert sorted(at for batch in batches for at in batch) == [*range(len(lengths))]
     for batch in batches:
         real, longest = sum(lengths[at] for at in batch), lengths[batch[0]]
@@ -61,7 +60,7 @@ def test_documents_of_near_length_share_a_call(lengths, calls):
 
 
 def test_batches_follow_from_lengths_alone():
-    """A recomputed forward must make the same ones."""
+    # A recomputed forward must make the same batches.
     grouping.batches.cache_clear()
     assert grouping.batches((3, 5, 3, 5), *TOKENS) == [[1, 3, 0, 2]]
 
@@ -108,7 +107,7 @@ def test_many_short_documents_take_few_calls(monkeypatch, lengths, calls):
 
 
 def test_equal_documents_need_no_python_for_each():
-    """Documents of one token are as many as tokens."""
+    # There can be as many documents of one token as tokens.
 
     def found(count):
         grouping.batches.cache_clear()
@@ -119,7 +118,7 @@ def test_equal_documents_need_no_python_for_each():
 
 @pytest.mark.parametrize("lengths", [(64,), (8,) * 8], ids=["one document", "equal documents"])
 def test_documents_that_share_one_call_start_no_operators_beside_it(lengths):
-    """Nor does their backward: a split of one piece, or an index, would copy in it."""
+    # Nor does their backward: a split of one piece, or an index, would copy in it.
     q, k, v = states(lengths, dtype=torch.float32)
 
     def by_hand():
@@ -138,7 +137,7 @@ def test_documents_that_share_one_call_start_no_operators_beside_it(lengths):
 
 @pytest.mark.parametrize("groups", [1, 2, HEADS], ids=["MHA", "GQA", "MQA"])
 def test_documents_of_one_token_are_their_values(groups):
-    """The formula that softcap asks for gives the same, gradients too: queries and keys have zeros, and not None."""
+    # Softcap asks for the formula, which gives the same, gradients too: queries and keys have zeros, and not None.
     given = states((1,) * 6, dtype=torch.float64, groups=groups, value_dim=3)
     found, formula = (Reference()(*given, documents((1,) * 6), Options(softcap=softcap)) for softcap in (None, 1e6))
     torch.testing.assert_close(found, formula)
@@ -150,7 +149,7 @@ def test_documents_of_one_token_are_their_values(groups):
 @pytest.mark.parametrize("special", SPECIALS.values(), ids=SPECIALS)
 @pytest.mark.parametrize("broken", [1, 3, 8])
 def test_numbers_that_overflow_stay_in_their_document(special, broken):
-    """Padding stands beside other documents, and 0 * inf is no number."""
+    # Padding stands beside other documents, and 0 * inf is no number.
     q, k, v = states(MIXED, dtype=torch.float32)
     made, _ = grouping.shared_calls(documents(MIXED), q.shape[1] * q.shape[2], special.get("causal", True))
     assert made.places is not None

@@ -30,7 +30,7 @@ OTHER_CALLS = [
 
 @pytest.fixture
 def machine(monkeypatch):
-    """Return a function that puts a device of a capability and versions of distributions on this machine."""
+    # ``here`` is a capability, and ``versions`` are those of distributions.
 
     def put(here, **versions):
         monkeypatch.setattr(known_bad, "capability", lambda: here)

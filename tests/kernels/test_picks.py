@@ -66,7 +66,7 @@ def test_an_unknown_kernel_is_named_beside_the_known_ones(name):
 
 
 def test_a_name_is_known_by_its_letters():
-    """A name that was read from a file or a command line is not the same string object as the kernel's."""
+    # A name that was read from a file or a command line is not the same string object as the kernel's.
     for kernel in kernels.ORDER:
         assert kernels.named("".join(list(kernel.name))) is kernel
 
@@ -154,7 +154,7 @@ def test_another_device_of_the_same_type_is_picked_for_anew(monkeypatch):
 
 @pytest.mark.parametrize("what", [what for what in OTHERS if what != "device"])
 def test_in_a_graph_a_layer_that_asks_for_something_else_is_picked_for_anew(monkeypatch, what):
-    """The choice is made while the graph is captured. Each of the two kernels supports only one of the two calls."""
+    # The choice is made while the graph is captured. Each of the two kernels supports only one of the two calls.
 
     class Only(Scripted):
         def __init__(self, asked, name):
@@ -184,7 +184,7 @@ def test_in_a_graph_a_layer_that_asks_for_something_else_is_picked_for_anew(monk
 
 @pytest.fixture
 def on(monkeypatch):
-    """Return a function that sets the current device's compute capability; None is no NVIDIA device."""
+    # A capability of None is no NVIDIA device.
 
     def put(capability):
         for module in (protocol, picks):
@@ -195,7 +195,7 @@ def on(monkeypatch):
 
 @pytest.fixture
 def everything_is_here(monkeypatch):
-    """Every kernel is available, and none is tried."""
+    # No kernel is tried.
     found = varlen.EntryPoint(lambda: None, frozenset(name for names in varlen.PARAMETERS.values() for name in names))
     monkeypatch.setattr(varlen.VarlenFunc, "found", lambda self: found)
     monkeypatch.setattr(picks, "passes_trial", lambda kernel, asked, device: (True, ""))
@@ -327,7 +327,7 @@ def test_flex_that_is_the_best_there_is_does_not_warn(everything_is_here, monkey
 
 
 def handed(name, head_dim, value_dim):
-    """The head dimensions of q, k and v that a kernel's ``attend`` is handed, and the tensors."""
+    # Returned are the head dimensions of q, k and v that ``attend`` is handed, and the tensors.
     seen = []
 
     class Watched(type(kernels.named(name))):

@@ -41,7 +41,7 @@ def test_a_planted_fault_is_not_believed(fault, features, key_heads, dtype):
     ("features", "causal", "key_heads"), [((), True, 4), ((), True, 1), ((), False, 2), (("window",), True, 2)]
 )
 def test_right_kernels_are_far_from_the_bound(monkeypatch, features, causal, key_heads, dims, dtype):
-    """They must be believed with two thirds of the bound: other machines round otherwise."""
+    # They must be believed with two thirds of the bound: other machines round otherwise.
     monkeypatch.setitem(trial.BOUNDS, dtype, trial.BOUNDS[dtype] * 2 / 3)
     monkeypatch.setitem(trial.ROUNDING, dtype, trial.ROUNDING[dtype] * 2 / 3)
     asked = asks(features, dtype=dtype, dim=dims[0], value_dim=dims[1], key_heads=key_heads, causal=causal)

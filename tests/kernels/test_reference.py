@@ -205,7 +205,7 @@ def test_heads_without_a_group_and_half_precision():
 @has_operator
 @pytest.mark.parametrize("special", [{}, {"window": 3, "softcap": 2.0}], ids=str)
 def test_the_backward_drops_what_the_forward_dropped(special):
-    """The derivative along a direction equals a finite difference with the same seed."""
+    # The derivative along a direction equals a finite difference with the same seed.
     q, k, v = states()
     options = Options(scale=0.3, dropout=0.4, **special)
 
@@ -224,7 +224,7 @@ def test_the_backward_drops_what_the_forward_dropped(special):
 
 @has_operator
 def test_every_layer_drops_other_weights():
-    """120 calls, as many as a large model has layers, drop different weights: no seed is drawn twice."""
+    # 120 calls are as many as a large model has layers. No seed is drawn twice.
     q, k, v = (x.detach() for x in states())
     drawn = [operator(q, k, v, documents(LENGTHS), Options(scale=0.3, dropout=0.4)) for _ in range(120)]
     assert len({tuple(output.flatten().tolist()) for output in drawn}) == len(drawn)
@@ -243,7 +243,7 @@ def test_torch_accepts_the_operator(sinks, spans):
 @pytest.mark.parametrize("lengths", [(6,), (1,), (3, 3), (1, 3, 2), (0, 6)], ids=str)
 @of_each_special
 def test_the_operators_results_lie_in_memory_as_a_graph_expects(special, lengths):
-    """A graph is made from fake results, and reshapes the real ones in place."""
+    # A graph is made from fake results, and reshapes the real ones in place.
     for value_dim in (DIM, 6):
         q, k, v = states(lengths, value_dim=value_dim)
         q, k, v = (x.detach().transpose(0, 1).contiguous().transpose(0, 1).requires_grad_() for x in (q, k, v))
@@ -256,7 +256,7 @@ def test_the_operators_results_lie_in_memory_as_a_graph_expects(special, lengths
 
 
 class Scores(TorchDispatchMode):
-    """Counts attention scores (query times key) and records the size of the largest tensor that was made."""
+    # Scores are pairs of query and key.
 
     def __init__(self):
         super().__init__()

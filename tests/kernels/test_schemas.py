@@ -18,18 +18,16 @@ PLAIN = {"Tensor": torch.Tensor, "int": int, "SymInt": int, "float": float, "boo
 
 
 def schemas_of(version):
-    """The schemas of a version by operator, parsed by this torch."""
     parsed = [torch._C.parse_schema(text) for text, versions in SCHEMAS.items() if version in versions]
     return {schema.name.removeprefix("aten::"): schema for schema in parsed}
 
 
 def fits(kind, value):
-    """Whether a value has the type of an argument, such as ``SymInt?``."""
+    # ``kind`` is a type as ``SymInt?``.
     return (value is None and kind.endswith("?")) or isinstance(value, PLAIN[kind.rstrip("?")])
 
 
 def bind(schema, args, kwargs):
-    """Bind a call's arguments as torch does, and return them by name. The call fits or this raises."""
     positional = [argument for argument in schema.arguments if not argument.kwarg_only]
     assert len(args) <= len(positional), f"{len(args)} positional arguments, {schema}"
     bound = dict(zip((argument.name for argument in positional), args))
@@ -45,13 +43,12 @@ def bind(schema, args, kwargs):
 
 
 def optional(kind):
-    """``Optional[int]`` as ``int?``."""
+    # ``Optional[int]`` is ``int?`` in a schema.
     return kind.removeprefix("Optional[").removesuffix("]") + "?" if kind.startswith("Optional[") else kind
 
 
 @pytest.fixture
 def in_version(monkeypatch):
-    """Return a function that gives torch the operators of a version, and records the calls as they were bound."""
 
     def put(version):
         calls, schemas = {}, schemas_of(version)
@@ -82,7 +79,7 @@ def in_version(monkeypatch):
 
 
 def supported(kernel, options, trees=False):
-    """Whether the kernel supports such a layer in bfloat16 on a CUDA device, which is asked of the schemas."""
+    # The layer is one in bfloat16 on a CUDA device. Its support is read from the schemas.
     asked = asked_by(*(x.bfloat16() for x in states(LENGTHS)), options, trees)
     return kernel.available()[0] and kernel.supports(asked._replace(device="cuda"))[0]
 

@@ -19,8 +19,8 @@ from fa2patch.kernels.varlen import EntryPoint
 
 SIGNATURES = json.loads((Path(compat_matrix.bench.__file__).parent / "varlen_signatures.json").read_text())
 RELEASES = [(name, text, said) for name, of in SIGNATURES.items() for text, said in of.items()]
+# FlashAttention 3 beside 2.7.4 wants two more arguments that have no default: its trial fails, with their names.
 REQUIRED = "seqused_q, seqused_k, max_seqlen_q"
-"""FlashAttention 3 beside 2.7.4 wants two more arguments that have no default: its trial fails, with their names."""
 
 OPTIONS = {
     "window": ({"window": 4}, {"window_size": (3, 0)}),
@@ -32,7 +32,7 @@ OPTIONS = {
 
 
 def build_of(text):
-    """A build with this signature, and the arguments of its calls by name."""
+    # The arguments of the build's calls are returned by name.
     calls, made = [], {}
     exec(f"def flash_attn_varlen_func({text}):\n    return taken(dict(locals()))", made)
 

@@ -18,12 +18,12 @@ from fa2patch.kernels.aten import TorchVarlen
 from fa2patch.kernels.protocol import IN_32_BITS
 from fa2patch.kernels.varlen import EntryPoint, FlashAttn
 
+# What one head of a small row counts for: head dimensions are rounded up to 64.
 PER_HEAD = (sum(LENGTHS) + 128 * (len(LENGTHS) + 1)) * 64
-"""What one head of a small row counts for: head dimensions are rounded up to 64."""
 
 
 class Counted(FlashAttn):
-    """FlashAttention 2's path with the stand-in, which notes the heads of its calls."""
+    # FlashAttention 2's path with the stand-in. It notes the heads of its calls.
 
     def __init__(self, heads):
         self.LARGEST, self.calls = heads * PER_HEAD, []
@@ -107,7 +107,7 @@ KERNELS = dry.kernels()
 
 
 def shapes(kernel, family, counts):
-    """Run a row of a million tokens forward and backward on fake tensors; return the calls of ``attend``."""
+    # A row of a million tokens runs forward and backward on fake tensors.
     heads, key_heads, dim, value_dim, window, softcap, sinks = FAMILIES[family]
     calls, attend = [], kernel.attend
 

@@ -51,7 +51,7 @@ def aten_on_a_cpu():
 
 
 class OnStandIn(FlashAttn):
-    """flash-attn with the stand-in's entry point, on a CPU and in every precision."""
+    # On a CPU and in every precision.
 
     DEVICES = DTYPES = None
 
@@ -85,7 +85,6 @@ def test_flex_attention_equals_the_definition(layout, special):
 
 
 def check_random_tree(seed):
-    """A random tree, with a random option, is computed right by the reference and by torch's own kernel."""
     drawn = random.Random(seed)
     lengths, parents = a_tree(drawn)
     name = drawn.choice(["plain", "window", "softcap"])
@@ -97,7 +96,6 @@ def check_random_tree(seed):
 
 
 def check_random_spans(seed):
-    """Random spans, with a random option, are computed right by the reference and by the kernels of two calls."""
     drawn = random.Random(seed)
     lengths = [drawn.randint(1, 12) for _ in range(drawn.randint(1, 5))]
     spans, at = [], 0
@@ -149,7 +147,7 @@ def test_half_precision_is_merged_in_float32(dtype):
 
 
 def test_the_cascade_copies_no_keys(monkeypatch):
-    """The keys of a prompt are read once for all branches: one call for each segment, and one for each parent."""
+    # The keys of a prompt are read once for all branches: one call for each segment, and one for each parent.
     calls = []
     operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
@@ -181,7 +179,7 @@ def test_a_kernel_that_does_not_know_trees_is_not_used():
 
 
 def test_the_trial_finds_a_kernel_that_aligns_queries_with_the_first_keys():
-    """FlashAttention 2.0 did so; no mask without parents shows it."""
+    # FlashAttention 2.0 did so. A mask without parents does not show it.
 
     class TopLeft(Reference):
         name = "top left"
@@ -227,7 +225,7 @@ def test_what_a_tree_says_of_its_paths(seed):
 @pytest.mark.parametrize("seed", range(30))
 @pytest.mark.parametrize("size", [1, 3, 4])
 def test_chunks_of_a_tree_are_chunks_of_its_paths(seed, size):
-    """A token sees the tokens of its path in its chunk, as chunked attention of the path alone does."""
+    # A token sees the tokens of its path in its chunk, as chunked attention of the path alone does.
     lengths, parents = a_tree(random.Random(seed))
     whole = documents(lengths, parents=parents)
     chunked = whole.chunked(size, sum(lengths))
@@ -246,7 +244,7 @@ def test_chunks_of_a_tree_are_chunks_of_its_paths(seed, size):
 
 @pytest.mark.parametrize(("groups", "expected"), [(1, True), (2, False)])
 def test_torch_before_2_13_gets_no_fewer_heads_of_keys(monkeypatch, groups, expected):
-    """torch 2.4 writes past the gradients of the keys if they have fewer heads."""
+    # torch 2.4 writes past the gradients of the keys if they have fewer heads.
     monkeypatch.setattr(aten, "CPU_FLASH_GROUPED", False)
     lengths, parents = PROMPTS
     called = []
@@ -261,7 +259,7 @@ def test_torch_before_2_13_gets_no_fewer_heads_of_keys(monkeypatch, groups, expe
 
 def test_a_kernel_that_computes_no_span_is_not_used():
     class Forgets(Reference):
-        """A kernel that claims spans and does not look at them."""
+        # It claims spans and does not look at them.
 
         name = "forgets"
         MASKS = False

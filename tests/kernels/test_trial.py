@@ -91,7 +91,7 @@ def test_a_kernel_that_fails_its_trial_is_passed_over_and_named(monkeypatch):
 
 
 class Unlucky(Scripted):
-    """A kernel that raises each of these errors in turn, then computes."""
+    # It raises each of these errors in turn, then computes.
 
     def __init__(self, *errors):
         super().__init__()
@@ -123,7 +123,7 @@ def test_an_error_that_is_a_verdict_is_remembered(error):
 
 
 def test_a_trial_leaves_no_trace_in_the_forward_around_it():
-    """A trial changes neither outputs, gradients nor random numbers in inference mode, autocast or a checkpoint."""
+    # Outputs, gradients and random numbers stay the same in inference mode, autocast and a checkpoint.
     with stand_in_aten.installed() as calls:
         rows = [tensor.detach().float()[None].requires_grad_() for tensor in states()]
 
@@ -208,7 +208,7 @@ def test_what_asks_for_something_else_has_a_trial_of_its_own(monkeypatch, what):
 
 
 class Build(Kernel):
-    """A build that says it takes values of another head dimension. ``refuses`` says what it raises for."""
+    # The build says that it takes values of another head dimension. ``refuses`` says what it raises for.
 
     name = "build"
     DEVICES = None

@@ -53,7 +53,7 @@ def flash_attn_4(q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seq
                  min_seqlen_k=None, seqused_q=None, seqused_k=None, page_table=None, softmax_scale=None, causal=False,
                  window_size=(None, None), learnable_sink=None, softcap=0.0, num_splits=1, pack_gqa=None,
                  deterministic=False, score_mod=None, return_lse=False):  # fmt: skip
-    """Return ``(output, None)``, since 4.0.0b36 returns ``(output, log-sum-exp or None)``."""
+    # 4.0.0b36 returns ``(output, log-sum-exp or None)``. The second one is None here.
     options = Options(
         scale=softmax_scale, causal=causal, softcap=softcap or None, sinks=learnable_sink,
         window=None if window_size[0] is None else window_size[0] + 1,
@@ -68,7 +68,7 @@ BUILDS = {"flash_attn": stand_in.flash_attn_varlen_func, "flash_attn_3": flash_a
 
 @pytest.fixture
 def install(monkeypatch):
-    """Return a function that installs a package with the given varlen function. None means not installed."""
+    # A function of None means that the package is not installed.
     monkeypatch.setattr(varlen, "entry_points", {})
 
     def put(function, name="flash_attn", **attributes):
@@ -91,7 +91,6 @@ def install(monkeypatch):
 
 @pytest.fixture
 def flash_attn(install):
-    """Install the stand-in, and give the arguments of its calls."""
     calls = []
 
     @functools.wraps(stand_in.flash_attn_varlen_func)
@@ -106,10 +105,7 @@ def flash_attn(install):
 
 @pytest.fixture
 def hub(install, monkeypatch):
-    """Install a package ``kernels``, and give its list of outcomes, errors or builds, and what it was asked for.
-
-    With no outcome left, it gives a build.
-    """
+    # The list of outcomes (errors or builds), and what was asked for. With no outcome left, the package gives a build.
     outcomes, asked, package = [], [], ModuleType("kernels")
 
     def get_kernel(repo_id, revision=None):
@@ -226,7 +222,7 @@ def test_flash_attn_is_deterministic_where_torch_is_asked_to_be(flash_attn, dete
 
 
 def test_a_build_that_refuses_to_be_deterministic_fails_its_trial_only_then(install):
-    """As FlashAttention 4 does on compute capability 12: ``_flash_attn_bwd`` in flash_attn/cute/interface.py."""
+    # FlashAttention 4 does so on compute capability 12: ``_flash_attn_bwd`` in flash_attn/cute/interface.py.
 
     @functools.wraps(flash_attn_4)
     def refusing(q, k, v, deterministic, **more):
@@ -246,7 +242,7 @@ def test_a_build_that_refuses_to_be_deterministic_fails_its_trial_only_then(inst
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_flash_attn_4_keeps_its_own_default_of_the_window(install, causal):
-    """It is ``(None, None)`` there and ``(-1, -1)`` in the others. Its parameters were moved: all go by name."""
+    # The default is ``(None, None)`` there and ``(-1, -1)`` in the others. Its parameters were moved: all go by name.
     seen = []
 
     @functools.wraps(flash_attn_4)
@@ -387,7 +383,7 @@ def _(q, k, v, cu_seqlens, longest, scale):
 def flash_attn_2_8(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None,
                    causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
                    deterministic=False):  # fmt: skip
-    """Since 2.7 the function is an operator of torch, so torch.compile need not trace into it."""
+    # Since 2.7 the function is an operator of torch, so torch.compile need not trace into it.
     return varlen_operator(q, k, v, cu_seqlens_q, max_seqlen_q, softmax_scale)
 
 
@@ -408,7 +404,7 @@ def test_the_hub_is_asked_for_a_revision(hub):
 
 
 def test_a_build_of_the_hub_is_one_kernel_whoever_asks():
-    """One object has one trial, which counts for all models and layers."""
+    # One object has one trial, which counts for all models and layers.
     assert kernels.named("hub:a/b@v1") is kernels.named("hub:a/b@v1")
     assert kernels.named("hub:a/b@v1") is not kernels.named("hub:a/b@v2")
 
@@ -427,7 +423,7 @@ def test_a_hub_that_cannot_be_reached_once_is_asked_again(hub):
 
 
 def test_a_hub_without_a_build_for_this_torch_says_so(hub):
-    """As ``kernels`` 0.16 says it (kernels-community#1082); errors of the network are subclasses of its class."""
+    # ``kernels`` 0.16 says it so (kernels-community#1082). Errors of the network are subclasses of its class.
     missing = "Cannot find a build variant for this system in a/b (revision: v1):\n\ntorch212-cu126: rejected"
     hub.outcomes += [FileNotFoundError(missing)]
     with pytest.raises(KernelUnavailable) as error:

@@ -37,7 +37,7 @@ def nothing_is_left_inside():
 
 
 def isolated(model):
-    """Raises if documents leak, or if packed differs from alone."""
+    # It raises if documents leak, or if packed differs from alone.
     return fa2patch.verify(model).ok
 
 
@@ -46,7 +46,6 @@ def leaks(model):
 
 
 def trained(model, docs, packed=True):
-    """Return the gradients of one step."""
     loss_of(logits(model, docs) if packed else alone(model, docs), docs).backward()
     return gradients(model)
 
@@ -59,7 +58,7 @@ def expected_gradients(*batches):
 
 
 def in_threads(*works):
-    """Return what functions return in parallel threads, in which no forward is left open."""
+    # No forward may be left open in a thread.
     inside = []
 
     def closed(work):
@@ -74,7 +73,7 @@ def in_threads(*works):
 
 
 def test_models_trained_at_once_do_not_see_each_other(docs):
-    """Two models are patched. A third, of the first one's class, is not, and also computes a dense batch."""
+    # A third model, of the first one's class, is not patched, and also computes a dense batch.
     other, dense = documents(2, 2, 8, 6, seed=1), torch.stack(documents(6, 6, seed=2))
     first, second, unpatched = tiny_llama(), tiny_models.build("mistral", "sdpa"), tiny_llama()
     works = [
@@ -121,7 +120,7 @@ def test_data_parallel_around_a_model(docs):
 
 
 def replicate(network):
-    """Make a replica like torch/nn/parallel/replicate.py, without copying parameters to another device."""
+    # As torch/nn/parallel/replicate.py does it, without copying parameters to another device.
     modules = list(network.modules())
     index = {module: at for at, module in enumerate(modules)}
     copies = [module._replicate_for_data_parallel() for module in modules]
@@ -321,7 +320,8 @@ def test_a_revert_before_a_checkpoints_recompute_leaks_nothing(model, docs, othe
 
 
 class OutOfMemoryError(RuntimeError):
-    """Like torch's error, whose name exists only in builds with CUDA."""
+    # It has the name of torch's error, which exists only in builds with CUDA.
+    pass
 
 
 INTERRUPTIONS = [OutOfMemoryError, KeyboardInterrupt]
@@ -415,7 +415,7 @@ def test_what_is_compiled_already_follows_apply_and_revert(docs):
 
 
 class TestNothingPacked:
-    """TRL 0.19 joins examples without position ids if the model is not named flash_attention_2."""
+    # TRL 0.19 joins examples without position ids if the model is not named flash_attention_2.
 
     @staticmethod
     def warned(model, batch, times=forward.SAY_AFTER):

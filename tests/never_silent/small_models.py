@@ -24,19 +24,17 @@ from compat_matrix.check.compare import GRADIENT_TOLERANCE, assert_close, assert
 from compat_matrix.check.rows import documents, pack
 
 IGNORED = -100
+# A factor on the weights that Transformers initialises. With small weights a leak would be too small to detect.
 SCALE = 8
-"""Factor on the weights that Transformers initialises. With small weights a leak would be too small to detect."""
 
+# Gradients smaller than this fraction of the largest are compared relative to it: without rope a key's bias has a
+# gradient of zero.
 OF_THE_LARGEST = 0.01
-"""Gradients smaller than this fraction of the largest are compared relative to it: without rope a key's bias has
-a gradient of zero.
-"""
 
 DOCS = documents(5, 1, 9, 3)
 
 
 def class_of(name: str) -> Any:
-    """Return a class of Transformers; skip the test if this version does not have it."""
     cls = getattr(transformers, name, None)
     if cls is None or getattr(cls, "__module__", "").endswith("dummy_pt_objects"):
         pytest.skip(f"Transformers {transformers.__version__} has no {name}")
@@ -44,7 +42,6 @@ def class_of(name: str) -> Any:
 
 
 def config_of(family: str, **changes: Any) -> Any:
-    """Return the tiny config that ``tiny_models`` has for this name; skip the test if there is none."""
     if not tiny_models.is_present(family):
         pytest.skip(f"Transformers {transformers.__version__} has no {family} that can be patched")
     config = tiny_models.config_of(family)
@@ -54,7 +51,7 @@ def config_of(family: str, **changes: Any) -> Any:
 
 
 def small(cls: Any, config: Any, implementation: str = "sdpa") -> Any:
-    """Build a model with scaled random weights, which are the same in every call; float32, in eval mode."""
+    # The scaled random weights are the same in every call. The model is in float32 and eval mode.
     torch.manual_seed(0)
     try:
         model = tiny_models._load(cls, config, implementation)
@@ -68,18 +65,15 @@ def small(cls: Any, config: Any, implementation: str = "sdpa") -> Any:
 
 
 def of_family(family: str, implementation: str = "sdpa", **changes: Any) -> Any:
-    """Build a small model of a family; skip the test if this version does not have it."""
     config = config_of(family, **changes)
     return small(tiny_models.model_class(family), config, implementation)
 
 
 def llama(cls: Any = None, **changes: Any) -> Any:
-    """Build a Llama of two layers; ``cls`` is LlamaForCausalLM by default."""
     return small(cls or transformers.LlamaForCausalLM, config_of("llama", **changes))
 
 
 def patched(model: Any = None, change: Callable[[Any], Any] | None = None, **options: Any) -> Any:
-    """Patch a model, or a small Llama, after a change of it, and return it."""
     model = llama() if model is None else model
     if change is not None:
         change(model)
@@ -88,7 +82,7 @@ def patched(model: Any = None, change: Callable[[Any], Any] | None = None, **opt
 
 
 def without_dropout(model: Any) -> Any:
-    """Switch dropout off, so that a model in training computes as in evaluation."""
+    # A model in training then computes as in evaluation.
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
@@ -96,30 +90,20 @@ def without_dropout(model: Any) -> Any:
 
 
 def takes_any_name(model: Any) -> bool:
-    """Whether the forward of this version has ``**kwargs``."""
+    # Not every version of the forward has ``**kwargs``.
     parameters = inspect.signature(type(model).forward).parameters.values()
     return any(each.kind is each.VAR_KEYWORD for each in parameters)
 
 
 @dataclass
 class Result:
-    """The values that are compared. ``loss`` is None and ``gradients`` are empty in cases without a loss."""
-
     logits: torch.Tensor
-    loss: torch.Tensor | None = None
+    loss: torch.Tensor | None = None  # None in cases without a loss
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 def right_or_refused(run: Callable[[], Result], expected: Result) -> str:
-    """Run a case and check that it is right or refused.
-
-    Args:
-        run: patches a model and calls it.
-        expected: the result of the documents run alone.
-
-    Returns:
-        ``right``, or ``refused`` with the error's class.
-    """
+    # ``run`` patches a model and calls it. ``expected`` is the result of the documents run alone.
     try:
         found = run()
     except fa2patch.Fa2PatchError as error:
@@ -130,7 +114,6 @@ def right_or_refused(run: Callable[[], Result], expected: Result) -> str:
 
 
 def assert_right(found: Result, expected: Result) -> None:
-    """Compare logits, and loss and gradients if ``expected`` has them."""
     if expected.loss is not None:
         assert found.loss is not None, "no loss came back"
         assert_close(
@@ -142,31 +125,26 @@ def assert_right(found: Result, expected: Result) -> None:
 
 
 def assert_says_enough(error: fa2patch.Fa2PatchError) -> None:
-    """An error has to say what was found and what to do, which takes at least eight words."""
+    # What was found and what to do takes at least eight words.
     assert len(str(error).split()) >= 8, f"an error that says too little: {error!r}"
 
 
 @contextmanager
 def refusal(match: str | None = None, error: Any = fa2patch.Fa2PatchError) -> Iterator[Any]:
-    """Require an error within the block that has this text and says enough."""
     with pytest.raises(error, match=match) as caught:
         yield caught
     assert_says_enough(caught.value)
 
 
 def logits_alone(model: Any, docs: list[torch.Tensor] = DOCS, **call: Any) -> torch.Tensor:
-    """Run each document alone, and return the logits ``[tokens, ...]`` of all; a classifier's ``[documents, ...]``."""
+    # The logits of all documents are [tokens, ...]; a classifier's are [documents, ...].
     with torch.no_grad():
         found = [model(input_ids=doc[None], **call).logits for doc in docs]
     return torch.cat([logits[0] if logits.ndim == 3 else logits for logits in found])
 
 
 def alone(model: Any, docs: list[torch.Tensor] = DOCS, ids: torch.Tensor | None = None) -> Result:
-    """Run each document alone through the unpatched model; the loss is the mean over targets inside documents.
-
-    Args:
-        ids: the row's position ids; each document gets its part of them.
-    """
+    # The loss is the mean over targets inside documents. Each document gets its part of the row's position ids.
     model.zero_grad()
     given = [{}] * len(docs) if ids is None else [{"position_ids": one} for one in ids.split([*map(len, docs)], -1)]
     logits = [model(input_ids=doc[None], **more).logits[0] for doc, more in zip(docs, given)]
@@ -176,11 +154,8 @@ def alone(model: Any, docs: list[torch.Tensor] = DOCS, ids: torch.Tensor | None 
 
 
 def called(model: Any, batch: dict[str, Any], function: Callable[..., Any] | None = None) -> Result:
-    """Return the model's own loss on a batch of one row, its gradients, and logits ``[tokens, ...]``.
-
-    Args:
-        function: what is called instead of the model.
-    """
+    # The model computes its own loss on one row. The logits are [tokens, ...]. ``function`` is called in the place of
+    # the model.
     model.zero_grad()
     output = (model if function is None else function)(**batch)
     logits = output.logits[0].detach()
@@ -188,19 +163,17 @@ def called(model: Any, batch: dict[str, Any], function: Callable[..., Any] | Non
 
 
 def with_gradients(model: Any, loss: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Run the backward; return the loss and the gradients by parameter name."""
     loss.backward()
     found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
     return loss.detach(), found
 
 
+# A batch tells in one of these ways where its documents start.
 WAYS = ("position_ids", "seq_idx", "document numbers in the mask", "lengths of keys", "all lengths")
-"""The ways in which a batch tells where its documents start."""
 
 
 def told(docs: list[torch.Tensor] = DOCS, way: str = "position_ids", **more: Any) -> dict[str, Any]:
-    """Return one packed row that tells in one way where documents start."""
     row = pack(docs)
     ids = row.pop("position_ids")
     lengths = torch.tensor([len(doc) for doc in docs])
@@ -221,7 +194,7 @@ def told(docs: list[torch.Tensor] = DOCS, way: str = "position_ids", **more: Any
 
 
 def labels_of(docs: list[torch.Tensor] = DOCS, first_label: int | None = None) -> torch.Tensor:
-    """Return each token as its own label ``[1, length]``; ``first_label`` replaces the first label of each document."""
+    # Each token is its own label. ``first_label`` replaces the first label of each document.
     pieces = [doc.clone() for doc in docs]
     for piece in pieces:
         piece[0] = piece[0] if first_label is None else first_label
@@ -229,12 +202,11 @@ def labels_of(docs: list[torch.Tensor] = DOCS, first_label: int | None = None) -
 
 
 def labelled(way: str = "position_ids", **more: Any) -> dict[str, Any]:
-    """Return one packed row with labels that cross documents."""
+    # The labels cross documents.
     return told(DOCS, way, **{"labels": labels_of(DOCS, 7), **more})
 
 
 def padded(docs: list[torch.Tensor] = DOCS, pad_id: int = 0) -> dict[str, torch.Tensor]:
-    """Return the documents as a batch that is padded on the right, with labels."""
     ids, mask, labels = (
         pad_sequence(rows, batch_first=True, padding_value=value)
         for rows, value in ((docs, pad_id), ([torch.ones_like(doc) for doc in docs], 0), (docs, IGNORED))
@@ -243,7 +215,7 @@ def padded(docs: list[torch.Tensor] = DOCS, pad_id: int = 0) -> dict[str, torch.
 
 
 def shifted(labels: torch.Tensor) -> torch.Tensor:
-    """Return ``shift_labels`` of a whole row, made without regard to documents."""
+    # Made without regard to documents.
     return pad(labels, (0, 1), value=IGNORED)[:, 1:].contiguous()
 
 
@@ -256,7 +228,7 @@ def own_forward(
     shift_labels: Any = None,
     **kwargs: Any,
 ) -> Any:
-    """A causal LM's forward that computes its own loss, like fused losses: it shifts the whole row's labels."""
+    # The forward computes its own loss, like fused losses: it shifts the whole row's labels.
     kwargs.pop("return_dict", None)
     hidden = self.model(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, **kwargs)[0]
     logits, loss = self.lm_head(hidden), None
@@ -269,7 +241,7 @@ def own_forward(
 
 @contextmanager
 def replaced(cls: Any, forward: Callable[..., Any]) -> Iterator[None]:
-    """Replace ``cls.forward`` within the block, like patches of a whole class."""
+    # A patch of a whole class does this.
     before = vars(cls)["forward"]
     cls.forward = forward
     try:

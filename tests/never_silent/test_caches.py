@@ -1,7 +1,4 @@
-"""Caches by whatever name this version gives them: a packed row with one is refused, other calls are as unpatched.
-
-The argument's name is read from the forward's signature: it is the one that the model also returns.
-"""
+"""Caches by whatever name this version gives them: a packed row with one is refused, other calls are as unpatched."""
 
 from __future__ import annotations
 
@@ -18,8 +15,8 @@ from compat_matrix.check.compare import assert_close
 from compat_matrix.check.rows import takes_positions
 from fa2patch.upstream import caches, find_documents
 
+# A hybrid and a model without attention. The other ones are slow, because each takes seconds to build and run.
 QUICK = ("jamba", "mamba2")
-"""A hybrid and a model without attention. The other ones are slow, because each takes seconds to build and run."""
 
 MORE = ("bamba", "falcon_h1", "zamba", "zamba2", "recurrent_gemma", "lfm2", "qwen3_next", "mamba")
 HYBRIDS = [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)]
@@ -28,7 +25,7 @@ LEFT = ["00111111", "11111111", "00001111"]
 
 
 def name_of_the_cache(model):
-    """The argument that takes what the model returns as its cache; skip the test if there is none."""
+    # The forward's signature tells the name: it is one that the model also returns.
     with torch.no_grad():
         returned = model(DOCS[0][None], use_cache=True)
     taken = inspect.signature(type(model).forward).parameters
@@ -51,7 +48,7 @@ def left_padded(model):
 
 
 def with_a_mask_for_queries(model, name, ids, positions, sees, form):
-    """The arguments of a forward as generate() with a static cache makes them, whose mask is a tensor for queries."""
+    # ``generate()`` with a static cache makes such arguments, whose mask is a tensor for queries.
     mask = sees if form == "bool" else torch.zeros(sees.shape).masked_fill(~sees, torch.finfo(torch.float32).min)
     empty = type(filled(model, name))()
     return {"input_ids": ids, "position_ids": positions, "attention_mask": mask[:, None], name: empty}
@@ -65,7 +62,7 @@ def generated(model, row, **cache):
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3_text"])
 @pytest.mark.parametrize("kind", ["dynamic", "static", "hybrid", "sliding_window"])
 def test_generating_from_a_packed_row_is_refused_with_every_cache(family, kind):
-    """A static cache makes generate() itself make masks: a tensor, or a dict with one for each kind of layer."""
+    # With a static cache, ``generate()`` itself makes masks: a tensor, or a dict with one for each kind of layer.
     model, docs = of_family(family), DOCS[:2]
     cache = {} if kind == "dynamic" else {"cache_implementation": kind}
     row = {
@@ -114,14 +111,14 @@ MASKS_OF_GENERATE = {
 
 @pytest.mark.parametrize("what", MASKS_OF_GENERATE)
 def test_documents_that_meet_are_known_by_each_kind_of_mask(what):
-    """``generate()`` with flash attention passes masks ``[batch, keys]``, also as a dict, and others with the rest."""
+    # ``generate()`` with flash attention passes masks [batch, keys], also as a dict, and others with the rest.
     ids, mask, first, meet = MASKS_OF_GENERATE[what]
     assert find_documents._documents_meet(torch.tensor([ids]), mask, first) is meet
 
 
 @pytest.mark.parametrize("family", ["llama", "roberta"])
 def test_left_padded_rows_with_a_static_cache_are_generated_from(family):
-    """RoBERTa's documents begin at position 2, and ``generate()`` counts from 0."""
+    # RoBERTa's documents begin at position 2, and ``generate()`` counts from 0.
     model = of_family(family)
     mask = ones_and_zeros(LEFT)
     row = {"input_ids": torch.where(mask == 1, tokens(*mask.shape), 0), "attention_mask": mask}
@@ -171,7 +168,7 @@ def test_a_packed_row_with_a_cache_is_refused(family, way, training):
 
 @pytest.mark.parametrize("name", ["past_key_values", "cache", "memory_of_earlier_tokens"])
 def test_a_cache_is_known_under_any_name(name):
-    """A forward with ``**kwargs`` takes any name, and hands it on to layers that may know it."""
+    # A forward with ``**kwargs`` takes any name, and hands it on to layers that may know it.
     model = llama()
     cache = filled(model, name_of_the_cache(model))
     fa2patch.apply(model)
@@ -182,14 +179,14 @@ def test_a_cache_is_known_under_any_name(name):
 
 
 class Bare:
-    """A cache without methods, as Mamba's in 4.39 and xLSTM's."""
+    # A cache without methods, as Mamba's in 4.39 and xLSTM's.
 
     def __init__(self):
         self.states = {0: (torch.zeros(1, 4, 3), torch.zeros(1, 4, 5))}
 
 
 class Updated:
-    """A cache of remote code, which is no subclass of ``Cache``."""
+    # A cache of remote code, which is no subclass of ``Cache``.
 
     def update(self, keys, values, layer):
         return keys, values
@@ -224,7 +221,7 @@ def test_a_cache_is_known_by_what_it_is(what):
 @pytest.mark.parametrize("padded_batches", [False, True])
 @pytest.mark.parametrize("family", ["llama", "gemma", *HYBRIDS])
 def test_left_padded_rows_and_the_step_after_them(family, padded_batches):
-    """Computed packed or not, the logits of the next token are those of the unpatched model."""
+    # Computed packed or not, the logits of the next token are those of the unpatched model.
     model, reference = of_family(family), of_family(family)
     name = name_of_the_cache(reference)
     batch = left_padded(model)
@@ -252,7 +249,7 @@ def test_left_padded_rows_and_the_step_after_them(family, padded_batches):
 @pytest.mark.parametrize("padded_batches", [False, True])
 @pytest.mark.parametrize("use_cache", [None, True, "left out"])
 def test_left_padded_rows_that_fill_a_cache_of_the_caller(use_cache, padded_batches):
-    """The caller's empty cache holds the padded rows afterwards, so that its next step is right."""
+    # The caller's empty cache must hold the padded rows afterwards, so that its next step is right.
     dynamic = class_of("DynamicCache")
     model, reference = llama(), llama()
     name = name_of_the_cache(reference)
@@ -290,7 +287,7 @@ def test_hybrids_generate_as_unpatched(family, implementation, settings):
 
 @pytest.mark.parametrize("family", ["xlstm", "rwkv", "mamba", "mamba2", "falcon_mamba"])
 def test_models_without_attention_are_right_and_need_no_cache(family):
-    """Their boundaries travel in the place of an argument that reaches each layer, whatever it is called."""
+    # Their boundaries travel in the place of an argument that reaches each layer, whatever it is called.
     model, reference = of_family(family), of_family(family)
     try:
         expected = logits_alone(reference, use_cache=False)
@@ -303,7 +300,7 @@ def test_models_without_attention_are_right_and_need_no_cache(family):
 
 @pytest.mark.parametrize("family", ["llama", "minimax", "mamba", "rwkv", "xlstm"])
 def test_a_call_that_will_look_for_the_cache_is_refused(family):
-    """``generate`` takes a row whose cache is missing for one token alone, in models that make the cache themselves."""
+    # In models that make the cache themselves, ``generate`` takes a row whose cache is missing for one token alone.
     model = patched(of_family(family))
     batch = told()
     with torch.no_grad(), refusal("use_cache=True", fa2patch.errors.PackedWithCache):
@@ -312,6 +309,6 @@ def test_a_call_that_will_look_for_the_cache_is_refused(family):
 
 
 def test_a_config_that_asks_for_a_cache_does_not_count():
-    """``config.use_cache`` is True in nearly every model, and packed training leaves the cache out."""
+    # ``config.use_cache`` is True in nearly every model, and packed training leaves the cache out.
     model = patched(llama(use_cache=True).train())
     model(**told())

@@ -12,7 +12,7 @@ from fa2patch import errors
 
 
 class WithCapacity(torch.nn.Module):
-    """An expert that computes the first tokens that have a large gate, and no more than its capacity."""
+    # The expert computes the first tokens that have a large gate, and no more than its capacity.
 
     def __init__(self, inner, size, capacity=3):
         super().__init__()
@@ -38,7 +38,7 @@ def drawn(lengths, seed=0):
 
 
 def shown(state, of, to, hidden):
-    """Hidden states in which one document's tokens are shown to another one, by their places in the row."""
+    # One document's tokens are shown to another one, by their places in the row.
     hidden = hidden.clone()
     hidden[:, to] += 8 * hidden[:, of].mean(1, keepdim=True)
     return hidden
@@ -49,7 +49,7 @@ def shows(of, to):
 
 
 def boundary_only(lengths):
-    """Shows each document's last token to the first of the next."""
+    # Each document's last token is shown to the first of the next.
     ends = torch.tensor(lengths).cumsum(0)[:-1]
 
     def compute(self, states):
@@ -61,7 +61,7 @@ def boundary_only(lengths):
 
 
 def proven(model, docs, **options):
-    """Whether a packed batch is computed."""
+    # Whether a packed batch is computed.
     try:
         with torch.no_grad():
             model(**told(docs, **options))
@@ -91,7 +91,7 @@ STARTS = [0, 3, 7, 9, 14, 15, 18]
 @pytest.mark.parametrize("of", range(6))
 @pytest.mark.parametrize("to", range(6))
 def test_a_module_that_shows_one_document_to_another_is_refused(of, to):
-    """Among them the first one to the third, which were changed together."""
+    # Among them is the first document shown to the third: these were changed together.
     if of == to:
         return
     tokens = [slice(start, stop) for start, stop in zip(STARTS, STARTS[1:])]
@@ -131,7 +131,7 @@ def in_longer_rows(inner):
 
 
 def of_many_documents(inner):
-    """Counts the places in which the row begins anew, by the positions that the layer was given."""
+    # The layer counts the places in which the row begins anew, by the positions that it was given.
     return Around(inner, lambda self, states: self.inner(mixed(states) if self.starts > 4 else states), starts=0)
 
 
@@ -177,7 +177,7 @@ def test_a_module_that_begins_to_mix_is_refused_with_the_next_proof(longer):
 
 
 class Carries(torch.nn.Module):
-    """Adds the mean of the forward before, so that two runs differ without a leak, and one document to the next."""
+    # It adds the mean of the forward before, so that two runs differ without a leak, and one document to the next.
 
     def __init__(self, inner, leaks):
         super().__init__()

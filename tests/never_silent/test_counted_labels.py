@@ -57,7 +57,7 @@ def logps_alone(model: Any, number: int) -> torch.Tensor:
 
 
 def said(batch: Batch) -> Any:
-    """Return what the batch says of its documents, as ``per_document_logps`` takes it."""
+    # What ``per_document_logps`` takes: position ids or boundaries.
     if "cu_seq_lens_q" not in batch:
         return batch["position_ids"]
     return fa2patch.Boundaries(batch["cu_seq_lens_q"], batch["max_length_q"], parents=batch.get("segment_parents"))
@@ -129,7 +129,7 @@ def test_a_classifier_of_shared_prompts_has_no_row_for_padding() -> None:
 
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "LlamaForSequenceClassification"])
 def test_padding_of_zero_embeddings_is_not_taken_for_a_model_that_ignores_them(name: str) -> None:
-    """The proof gives every second document other embeddings, and here this is the padding alone."""
+    # The proof gives every second document other embeddings, and here this is the padding alone.
     model = llama(class_of(name))
     with torch.no_grad():
         model.get_input_embeddings().weight[0] = 0
@@ -151,7 +151,7 @@ def require_ignore_index(model: Any) -> None:
 
 
 def ignoring(model: Any, ignored: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return labels of which every third is ignored, and the loss of the documents alone over the others."""
+    # Every third label is ignored. The loss is that of the documents alone over the others.
     labels = TOKENS.clone()
     labels[labels == ignored] = 3 if ignored >= 0 else ignored
     labels[::3] = ignored
@@ -191,7 +191,7 @@ def test_document_weights_and_another_ignored_label_are_refused() -> None:
 
 
 def test_sums_of_labels_that_a_collator_ignores() -> None:
-    """TRL's interface: labels outside completions are ``ignore_index``."""
+    # TRL's interface: labels outside completions are ``ignore_index``.
     examples = [[4, 7, 5, 6], [7, 8, 9]]
     batches = [
         fa2patch.DataCollatorForCompletionOnlyLM([7], padding_free=True, ignore_index=ignored)(examples)
@@ -226,7 +226,7 @@ def test_without_labels_the_loss_is_that_of_the_padded_batch(weights: str | None
 
 @pytest.mark.parametrize("weights", [None, "document"])
 def test_without_labels_in_one_batch_of_a_step(weights: str | None) -> None:
-    """Trainer from 4.46 on hands over how many labels the step has. A batch without any adds nothing to it."""
+    # Trainer from 4.46 on hands over how many labels the step has. A batch without any adds nothing to it.
     model = patched()
     if weights is None:
         require_ignore_index(model)

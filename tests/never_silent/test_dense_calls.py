@@ -15,8 +15,8 @@ from compat_matrix import tiny_models
 
 WITHOUT_ATTENTION = [name for name in tiny_models.WITHOUT_ATTENTION if tiny_models.is_present(name)]
 
+# The last three tokens are alternatives for the fourth position; none of them sees another.
 TREE = ["100000", "110000", "111000", "111100", "111010", "111001"]
-"""The last three tokens are alternatives for the fourth position; none of them sees another."""
 
 LEVELS = torch.tensor([[0, 1, 2, 3, 3, 3]])
 
@@ -27,12 +27,12 @@ def additive(rows):
 
 
 def ids_of(mask):
-    """Upstream's ``generate`` computes position ids this way."""
+    # Upstream's ``generate`` computes position ids this way.
     return (mask.cumsum(-1) - 1).masked_fill(mask == 0, 1)
 
 
 def given_ids(model, position_ids):
-    """OPT up to 4.45 takes no position ids, and Mamba does not use them."""
+    # OPT up to 4.45 takes no position ids, and Mamba does not use them.
     parameters = inspect.signature(inspect.unwrap(type(model).forward)).parameters  # a patched OPT takes them
     return {"position_ids": position_ids} if "position_ids" in parameters else {}
 
@@ -51,6 +51,7 @@ def test_a_mask_that_says_who_sees_whom_goes_as_it_came(architecture, how):
     require_as_unpatched(architecture, call)
 
 
+# The number of cached tokens, and the mask of cached and new tokens.
 CONTINUED = {
     "one token": (6, ["1111111", "0011111"]),
     "three": (4, ["1111111", "0011111"]),
@@ -58,7 +59,6 @@ CONTINUED = {
     "padding at the end": (4, ["1111110", "0011111"]),
     "padding": (6, ["1111110", "0011111"]),
 }
-"""The number of cached tokens, and the mask of cached and new tokens."""
 
 
 @pytest.mark.parametrize("with_ids", [False, True], ids=["without ids", "with ids"])
@@ -83,16 +83,12 @@ def test_a_mixer_goes_on_from_its_state_as_unpatched(architecture, case, of, wit
 
 
 class Recording(transformers.LlamaForCausalLM):
-    """Records its ``**kwargs``."""
-
     def forward(self, input_ids=None, attention_mask=None, position_ids=None, labels=None, **kwargs):
         self.given = kwargs
         return super().forward(input_ids, attention_mask=attention_mask, position_ids=position_ids, labels=labels)
 
 
 class WithoutMore(transformers.LlamaForCausalLM):
-    """Takes only the arguments that it names."""
-
     def forward(self, input_ids=None, attention_mask=None, position_ids=None, labels=None):
         return super().forward(input_ids, attention_mask=attention_mask, position_ids=position_ids, labels=labels)
 
@@ -107,9 +103,7 @@ def test_lengths_go_on_if_every_forward_that_runs_accepts_them():
 
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
 def test_an_argument_that_a_forward_does_not_take_is_an_error_as_without_the_patch(packed):
-    """A misspelt argument must not be dropped. Only the collator's lengths are, by a forward that does not take
-    them.
-    """
+    # A misspelt argument must not be dropped. Only the collator's lengths are, by a forward that does not take them.
     model, reference = llama(WithoutMore), llama(WithoutMore)
     batch = told(way="all lengths") if packed else {"input_ids": DOCS[2][None]}
     fa2patch.apply(model)

@@ -28,8 +28,8 @@ from torch.nn.functional import cross_entropy
 import fa2patch
 from compat_matrix.check.rows import documents
 
+# The document of :data:`SEVERAL` whose labels are all ignored.
 NO_LABELS = 2
-"""The document of :data:`SEVERAL` whose labels are all ignored."""
 
 SEVERAL = documents(5, 9, 3, 7, 1, 6)
 CLOSE = 1e-6
@@ -39,7 +39,7 @@ Batch = dict[str, Any]
 
 
 def features(docs: list[torch.Tensor] = SEVERAL, without: int | None = NO_LABELS) -> list[Batch]:
-    """Return examples in which the first half of each document's labels is ignored, and those of one document are."""
+    # The first half of each document's labels is ignored.
     found = []
     for number, doc in enumerate(docs):
         labels = doc.clone()
@@ -49,7 +49,7 @@ def features(docs: list[torch.Tensor] = SEVERAL, without: int | None = NO_LABELS
 
 
 def losses_alone(model: Any, examples: list[Batch]) -> list[torch.Tensor]:
-    """Return each document's own mean loss, of the documents that have labels behind their first token."""
+    # Each loss is a document's own mean, of the documents that have labels behind their first token.
     found = []
     for example in examples:
         ids, labels = torch.tensor([example["input_ids"]]), torch.tensor(example["labels"][1:])
@@ -77,7 +77,7 @@ def assert_same(found: Any, expected: Any, what: str = "") -> None:
 
 
 def in_rows(examples: list[Batch], at: int) -> Batch:
-    """Return a batch of two packed rows, the shorter one padded behind its documents, and their mask."""
+    # The shorter of the two packed rows is padded behind its documents. The batch has a mask.
     rows = [dict(weighted()(part)) for part in (examples[:at], examples[at:])]
     longest = max(row["input_ids"].shape[1] for row in rows)
     fill = {"labels": -100, "loss_labels": -100}
@@ -92,7 +92,7 @@ def in_rows(examples: list[Batch], at: int) -> Batch:
 
 
 def padded(examples: list[Batch]) -> Batch:
-    """Return a padded batch in which the tokens behind the first half of each document are a completion."""
+    # The tokens behind the first half of each document are a completion.
     tokenizer = types.SimpleNamespace(pad_token_id=0, padding_side="right")
     collate = fa2patch.DataCollatorForCompletionOnlyLM([TEMPLATE], tokenizer=tokenizer, loss_weights="document")
     template = [{**one, "input_ids": [TEMPLATE, *one["input_ids"][1:]]} for one in examples]
@@ -131,7 +131,7 @@ def test_the_loss_of_a_padded_batch() -> None:
 
 
 def test_trainers_count_documents_over_batches_of_different_sizes() -> None:
-    """Trainer from 4.46 on counts labels over all batches of a step, and hands the sum to the model."""
+    # Trainer from 4.46 on counts labels over all batches of a step, and hands the sum to the model.
     model, examples = llama(), features()
     expected = one_by_one(model, examples)
     batches = [weighted()(examples[:1]), weighted()(examples[1:])]
@@ -208,7 +208,7 @@ def test_a_fused_loss_without_logits_is_refused() -> None:
 @pytest.mark.parametrize("lengths", [False, True])
 @pytest.mark.parametrize("by", ["token", "document"])
 def test_a_forward_that_does_not_know_the_arguments_and_is_called_past_the_patch(lengths: bool, by: str) -> None:
-    """Forwards of Liger up to 0.5 have no ``**kwargs``, and PEFT up to 0.17 runs ``model.forward(...)``."""
+    # Forwards of Liger up to 0.5 have no ``**kwargs``, and PEFT up to 0.17 runs ``model.forward(...)``.
     peft = pytest.importorskip("peft")
     model, examples = patched(), features()
 

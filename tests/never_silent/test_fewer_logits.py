@@ -21,7 +21,7 @@ IGNORED = -100
 
 
 def fewer(**kept):
-    """Return the argument by the name that this version's forward takes."""
+    # The argument has another name in some versions.
     takes = inspect.signature(transformers.LlamaForCausalLM.forward).parameters
     (value,) = kept.values()
     name = next((name for name in ("logits_to_keep", "num_logits_to_keep") if name in takes), None)
@@ -31,7 +31,7 @@ def fewer(**kept):
 
 
 def predicted(learned: torch.Tensor) -> torch.Tensor:
-    """Return the loss of the documents alone over the learned tokens that have a token before them."""
+    # Only learned tokens that have a token before them in their document have a loss.
     inside = learned.clone()
     inside[STARTS] = False
     logits = alone(llama()).logits
@@ -57,7 +57,7 @@ def test_the_last_logits_of_a_row(many):
 
 @pytest.mark.parametrize("first", [True, False], ids=["first labels too", "no first labels"])
 def test_the_logits_that_predict_a_label(first):
-    """The kept tokens are those in front of a label, and the row's last. The labels get one more in front of them."""
+    # The kept tokens are those in front of a label, and the row's last. The labels get one more in front of them.
     learned = torch.arange(len(TOKENS)) % 3 != 1
     learned[STARTS] = first
     learned[0] = False
@@ -79,7 +79,7 @@ GAPS = {
 @pytest.mark.parametrize("first", [True, False], ids=["first labels too", "no first labels"])
 @pytest.mark.parametrize("case", GAPS)
 def test_the_kept_tokens_own_labels(case, first):
-    """The labels are cut by the tensor that chooses the logits. A gap of it does not join two documents."""
+    # The labels are cut by the tensor that chooses the logits. A gap of it does not join two documents.
     at = torch.tensor(GAPS[case])
     labels = TOKENS.clone()
     labels[STARTS] = labels[STARTS] if first else IGNORED
@@ -115,7 +115,7 @@ def test_labels_and_logits_of_other_numbers_are_an_error():
 
 
 def log_probs_of(self, labels, **batch):
-    """A forward like TRL's: the log-probabilities of the labels, 0 where a label is ignored."""
+    # TRL's forward is like this: the log-probabilities of the labels, 0 where a label is ignored.
     logits = self.lm_head(self.model(**batch).last_hidden_state)
     rest = torch.nn.functional.cross_entropy(logits[:, :-1].transpose(1, 2), labels[:, 1:], reduction="none")
     return {"log_probs": -rest, "learned": (labels[:, 1:] != IGNORED).sum()}

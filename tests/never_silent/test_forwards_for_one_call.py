@@ -18,15 +18,15 @@ import fa2patch
 from compat_matrix.check.compare import assert_close
 from fa2patch.errors import PackingNotIsolated
 
+# The first parameters of Llama's forward in every release.
 NAMES = ("input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "labels")
-"""The first parameters of Llama's forward in every release."""
 
+# When a forward is put on the object. A trainer of ``packed_trainer`` does so between two calls of ``apply``.
 ORDERS = ("before apply", "after apply", "between two")
-"""When a forward is put on the object. A trainer of ``packed_trainer`` does so between two calls of ``apply``."""
 
 
 def redirected(model, method, *args, **kwargs):
-    """Call a method through ``model(...)``, which runs the hooks of the model and of what is around it."""
+    # The method is called through ``model(...)``, which runs the hooks of the model and of what is around it.
     inner, had_its_own = model.forward, "forward" in vars(model)
 
     def forward(*given, **named):
@@ -41,14 +41,14 @@ def redirected(model, method, *args, **kwargs):
 
 
 def step(model, batch, times):
-    """A trainer's method that calls the model itself."""
+    # A trainer's method that calls the model itself.
     output = model(**batch)
     output["loss"] = output.loss * times
     return output
 
 
 def on_hidden_states(model, batch, times):
-    """A trainer's method that computes a loss from the base model's hidden states, as TRL's distillation does."""
+    # A trainer's method that computes a loss from the base model's hidden states, as TRL's distillation does.
     hidden = model.model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False)[0]
     logits, labels = model.lm_head(hidden), batch["labels"]
     loss = cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100) * times
@@ -56,7 +56,7 @@ def on_hidden_states(model, batch, times):
 
 
 def of_padded(method, model):
-    """What a trainer's method computes from a padded batch."""
+    # What the method computes from a padded batch.
     found = called(model, {}, lambda: redirected(model, method, model, padded(), 1.0))
     real = padded()["attention_mask"].bool().flatten()
     return found if len(found.logits) == int(real.sum()) else None
@@ -87,13 +87,12 @@ def test_a_packed_batch_inside_of_the_method_is_right():
 
 
 def handing_on(model):
-    """Changes nothing."""
     inner = model.forward
     model.forward = lambda *given, **named: inner(*given, **named)
 
 
 def with_a_loss_of_its_own(model):
-    """Takes the labels out, and shifts them over the whole row."""
+    # It takes the labels out, and shifts them over the whole row.
     inner = model.forward
 
     def forward(*given, **named):
@@ -133,7 +132,7 @@ def test_dense_batches_without_names(replace, order):
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_a_packed_batch_without_names_that_is_handed_on_as_it_is(order):
-    """Every argument arrives under its name in the forward below, which is ours after ``apply``."""
+    # Every argument arrives under its name in the forward below, which is ours after ``apply``.
     model = with_it(handing_on, order)
     batch = without_names(labelled())
     if order == "before apply":  # the forward below is upstream's, and what it does with labels is not seen
@@ -174,7 +173,7 @@ def test_a_dictionary_of_labels_is_not_seen_through(order):
 
 
 def on_the_object(model):
-    """Calls the base model, and computes the loss itself."""
+    # It calls the base model, and computes the loss itself.
 
     def forward(self, input_ids=None, attention_mask=None, labels=None, **kwargs):
         return on_hidden_states(self, {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}, 1.0)
@@ -183,7 +182,7 @@ def on_the_object(model):
 
 
 def looking_like_the_class_s(model):
-    """Keeps the signature of the forward that it calls, as TRL's fused head does."""
+    # It keeps the signature of the forward that it calls, as TRL's fused head does.
     inner = model.forward
 
     @functools.wraps(type(model).forward)
@@ -214,7 +213,7 @@ def in_two_functions(model):
     "replace", [handing_on, on_the_object, looking_like_the_class_s, of_an_object, in_two_functions]
 )
 def test_padded_batches_are_computed_packed(replace, names, order):
-    """Whether the head reads padding is tried on a copy: the forward on the object must compute with the copy."""
+    # Whether the head reads padding is tried on a copy: the forward on the object must compute with the copy.
     model, reference = with_it(replace, order, padded_batches=True), llama()
     replace(reference)
     tokens = []

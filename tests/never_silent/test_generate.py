@@ -8,6 +8,7 @@ from unpatched import PRESENT, ones_and_zeros, require_as_unpatched, tokens
 
 NEW = 4
 
+# Ones stand for the tokens of each row that are seen.
 MASKS = {
     "no mask": [],
     "no padding": ["111111", "111111"],
@@ -20,10 +21,9 @@ MASKS = {
     "several rows, holes": ["110111", "101101", "111111"],
     "left, right and a hole": ["001111", "111100", "110111", "011010"],
 }
-"""Ones for the tokens of each row that are seen."""
 
+# These are for generation modes that make ids and masks like greedy search.
 FEWER_MASKS = ["no padding", "right", "several rows, right, of one and two tokens", "left, right and a hole"]
-"""For generation modes that make ids and masks like greedy search."""
 
 WAYS = {"greedy": {}, "sampling": {"do_sample": True, "temperature": 0.9, "top_k": 20}, "beam": {"num_beams": 3}}
 
@@ -65,7 +65,7 @@ def test_generates_as_unpatched(architecture, way, cache, mask):
 )
 @pytest.mark.parametrize("architecture", PRESENT)
 class TestWithHelp:
-    """Only single rows, because drafts are made for one row at a time."""
+    # Drafts are made for one row at a time, so these tests have single rows only.
 
     def test_of_an_assistant_generates_as_unpatched(self, architecture, mask):
         row = {name: value[:1] for name, value in batch(mask).items()}

@@ -58,12 +58,12 @@ def as_an_object(model):
 
 
 def under_other_names(model):
-    """Hands its arguments on in tuples and dictionaries of any name."""
+    # The arguments are handed on in tuples and dictionaries of any name.
     model.forward = lambda *given, **named: own_forward(model, *given, **named)
 
 
 def through_the_class_s(model):
-    """Changes only the loss, and calls the forward that it replaced."""
+    # Only the loss is changed. The forward that was replaced is called.
     inner = model.forward
 
     def forward(input_ids=None, labels=None, **kwargs):
@@ -132,7 +132,7 @@ def test_one_that_nobody_replaced_is_right(how):
 
 
 def test_a_replaced_forward_computes_dense_batches_as_before():
-    """The error is for packed batches only: a padded batch and a single document are computed."""
+    # The error is for packed batches only: a padded batch and a single document are computed.
     model, reference = patched(), llama()
     for one in (model, reference):
         on_the_object(one)
@@ -144,7 +144,7 @@ def test_a_replaced_forward_computes_dense_batches_as_before():
 
 
 def by_document(model):
-    """Return the documents' vectors ``[documents, n]``, unpatched."""
+    # The documents' vectors [documents, n] of the unpatched model.
     return Result(torch.cat([logits_of(model(input_ids=doc[None])) for doc in DOCS]).detach())
 
 
@@ -165,7 +165,7 @@ def hidden_of(model, input_ids=None, attention_mask=None, position_ids=None, **k
 
 
 class PoolsItself(transformers.LlamaForSequenceClassification):
-    """Returns one vector per row, from its last token."""
+    # It returns one vector per row, from its last token.
 
     def forward(self, input_ids=None, attention_mask=None, position_ids=None, **kwargs):
         logits = self.score(hidden_of(self, input_ids, attention_mask, position_ids, **kwargs)[:, -1])
@@ -173,7 +173,7 @@ class PoolsItself(transformers.LlamaForSequenceClassification):
 
 
 class PoolsAMean(PoolsItself):
-    """Returns one vector per row, from all its tokens."""
+    # It returns one vector per row, from all its tokens.
 
     def forward(self, input_ids=None, attention_mask=None, position_ids=None, **kwargs):
         logits = self.score(hidden_of(self, input_ids, attention_mask, position_ids, **kwargs).mean(1))
@@ -181,7 +181,7 @@ class PoolsAMean(PoolsItself):
 
 
 class Scorer(transformers.LlamaPreTrainedModel):
-    """A custom head on Llama's layers; its output is a tensor ``[batch, 3]``."""
+    # A custom head on Llama's layers. Its output is a tensor [batch, 3].
 
     def __init__(self, config):
         super().__init__(config)
@@ -194,7 +194,7 @@ class Scorer(transformers.LlamaPreTrainedModel):
 
 
 class CausalLMThatPools(transformers.LlamaForCausalLM):
-    """A language model's class that nevertheless returns one vector per row."""
+    # A language model's class that nevertheless returns one vector per row.
 
     def forward(self, input_ids=None, attention_mask=None, position_ids=None, **kwargs):
         logits = self.lm_head(hidden_of(self, input_ids, attention_mask, position_ids, **kwargs)[:, -1])
@@ -215,7 +215,7 @@ def test_one_vector_for_each_document(cls, way):
 
 @pytest.mark.parametrize("cls", [None, *POOLING])
 def test_pooled_one_document_is_no_packed_row(cls):
-    """A dense batch is computed as before with every head."""
+    # A dense batch is computed as before with every head.
     cls = cls or transformers.LlamaForSequenceClassification
     model, reference = llama(cls, num_labels=3), llama(cls, num_labels=3)
     row = {"input_ids": DOCS[2][None]}
@@ -244,7 +244,7 @@ def test_a_reward_model_s_rows_compiled_too(compiled):
 @pytest.mark.parametrize("derived", [False, True], ids=["itself", "a subclass"])
 @pytest.mark.parametrize("name", ["LlamaForQuestionAnswering", "GPT2ForQuestionAnswering"])
 def test_question_answering(name, derived, asked, way):
-    """Logits belong to single tokens. The loss is over a row's tokens, so it is right for one document or refused."""
+    # Logits belong to single tokens. The loss is over a row's tokens, so it is right for one document or refused.
     cls = class_of(name)
     cls = type(f"Our{name}", (cls,), {}) if derived else cls  # upstream chooses the loss by the class name
     config = config_of("gpt2" if "GPT2" in name else "llama", num_labels=2)
@@ -273,7 +273,7 @@ def test_question_answering(name, derived, asked, way):
 
 @pytest.mark.parametrize("copies", [1, 2], ids=["one for each document", "two for each document"])
 def test_an_argument_with_a_value_for_each_document_goes_on_to_the_head(copies):
-    """Such an argument fits the documents of the row, so it is not refused."""
+    # Such an argument fits the documents of the row, so it is not refused.
     kinds = torch.arange(len(DOCS) * copies).view(len(DOCS), copies).squeeze(-1)
 
     class Kinds(transformers.LlamaForCausalLM):
@@ -307,7 +307,7 @@ def test_labels_for_another_number_of_documents_are_refused(shape):
 @pytest.mark.parametrize("way", BATCHES)
 @pytest.mark.parametrize("order", ["before apply", "after apply"])
 def test_a_closure_s_arguments_without_names_are_known_by_their_places(order, way):
-    """Positional arguments reach the forward on the object as they would without fa2patch."""
+    # Positional arguments must reach the forward on the object as they would without fa2patch.
     model, expected = llama(), alone(llama())
 
     def replace():

@@ -29,7 +29,7 @@ BATCHES = 9
 
 
 class Seen(list):
-    """What a hook has seen: the tensors that it was given in each call, and of which module."""
+    # Each element is one call: of which module, and the tensors that the hook was given.
 
     def looks(self, module, *given):
         self.append((type(module).__name__, [each.detach().clone() for each in tensors(given)]))
@@ -43,7 +43,7 @@ def mlp(model):
 
 
 def on_gradients_of(model, seen):
-    """As activation capture does that keeps gradients: a hook of a tensor, in each forward."""
+    # Activation capture that keeps gradients has a hook of a tensor, in each forward.
 
     def hook(module, given, output):
         output.register_hook(lambda gradient: seen.looks(module, gradient))
@@ -52,14 +52,14 @@ def on_gradients_of(model, seen):
 
 
 def as_wandb_does(model, seen):
-    """Histograms of parameters after a forward, and of their gradients when they come."""
+    # wandb makes histograms of parameters after a forward, and of their gradients when they come.
     for parameter in mlp(model).parameters():
         parameter.register_hook(lambda gradient: seen.looks(None, gradient.float().histc(8)))
     return model.register_forward_hook(lambda module, given, output: seen.looks(module, *mlp(model).parameters()))
 
 
 def as_profilers_do(model, seen):
-    """Counts on the modules themselves, which are added up from outside."""
+    # Profilers count on the modules themselves. The numbers are added up from outside.
 
     def hook(module, given, output):
         module.__flops__ = getattr(module, "__flops__", 0) + output.numel()
@@ -70,7 +70,7 @@ def as_profilers_do(model, seen):
 
 
 class Capture:
-    """As users write it: an object that holds the model and what was captured."""
+    # Users write it so: an object holds the model and what was captured.
 
     def __init__(self, model, seen):
         self.model, self.seen, self.last = model, seen, {}
@@ -185,7 +185,7 @@ class Functions(TorchFunctionMode):
 
 
 def counted(mode, hook, **options):
-    """What a mode counts in a forward and backward, in the first packed batch."""
+    # What a mode counts in a forward and backward, in the first packed batch.
     model = llama().train()
     wrapped_mlp(model, harmless)
     if hook:
@@ -271,7 +271,7 @@ def from_the_third_call(model):
 
 
 def two_hooks(model):
-    """The first one only looks, and the second one returns what it has seen."""
+    # The first one only looks, and the second one returns what it has seen.
     seen = {}
     mlp(model).register_forward_hook(lambda module, given, output: seen.update(output=output))
     model.model.layers[1].mlp.register_forward_hook(
@@ -280,7 +280,7 @@ def two_hooks(model):
 
 
 def a_module_that_reads(model):
-    """A hook only looks, and a module of the user's own uses what it has seen, as heads over several layers do."""
+    # A hook only looks, and a module of the user's own uses what it has seen, as heads over several layers do.
     seen = {}
     mlp(model).register_forward_hook(lambda module, given, output: seen.update(output=output))
     model.model.norm = Around(model.model.norm, lambda self, states: self.inner(states + 8 * mixed(seen["output"])))
@@ -432,7 +432,7 @@ def test_a_hook_that_changes_dense_batches_alone_leaves_them_as_they_are():
 
 
 class Keeps(torch.nn.Module):
-    """Counts its calls in every way, and looks at one token at a time."""
+    # It counts its calls in every way, and looks at one token at a time.
 
     seen_by_all = 0
 
@@ -533,7 +533,8 @@ def test_revert_puts_hooks_back():
 
 
 def looks(module, given, output):
-    """For a pickle."""
+    # A pickle needs a function of the module.
+    ...
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])

@@ -22,12 +22,11 @@ from small_models import (
 
 import fa2patch
 
+# Models with a text side and a tower, each with a config of its own.
 FAMILIES = ("gemma3", *(pytest.param(each, marks=pytest.mark.slow) for each in ("llava", "qwen2_vl", "mistral3")))
-"""Models with a text side and a tower, each with a config of its own."""
 
 
 def parts_of(model) -> dict[str, Any]:
-    """The configs of a model's parts by their names."""
     names = getattr(model.config, "sub_configs", None) or {"text_config": None, "vision_config": None}
     return {name: part for name in names if (part := getattr(model.config, name, None)) is not None}
 
@@ -84,7 +83,7 @@ def test_an_implementation_of_a_part(family, way, when):
 
 
 def test_an_implementation_that_takes_padding_out_by_itself_is_set_after_apply():
-    """ModernBERT's up to 5.0, whose rows have another shape then. Later ones are right."""
+    # ModernBERT's is one up to 5.0: its rows have another shape then. Later ones are right.
     expected = Result(logits_alone(of_family("modernbert:masked")))
     model = patched(of_family("modernbert:masked"), prove=False)
     model.config._attn_implementation = "flash_attention_2"

@@ -63,8 +63,8 @@ def patched_or_skipped(model):
 
 # Document numbers in a mask
 
+# Dtypes, and the first number that another one becomes.
 MERGES = [(torch.bfloat16, 256), (torch.float16, 2048), (torch.float32, 2**24)]
-"""Dtypes, and the first number that another one becomes."""
 
 
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "training"])
@@ -82,7 +82,7 @@ def test_numbers_that_a_dtype_merges_are_refused_and_smaller_ones_are_right(dtyp
 
 
 def test_one_number_that_may_be_two_is_refused():
-    """300 and 301 are both 300 in bfloat16, so that the row looks like one document."""
+    # 300 and 301 are both 300 in bfloat16, so that the row looks like one document.
     mask = torch.tensor([[300, 300, 300, 301, 301]]).bfloat16()
     assert mask.unique().numel() == 1
     refused(lambda: patched()(torch.cat(SHORT[:2])[None], attention_mask=mask), "found one at row 0, token 0")
@@ -125,17 +125,17 @@ def test_padded_rows_are_computed_as_without_the_patch(mask):
 
 # Position ids
 
+# Runs of position ids: ``(first, length)`` of a document, ``(-1,)`` for a token of padding.
 PADDED = {
     "between documents": [(0, 5), (-1,), (-1,), (0, 1), (-1,), (0, 4)],
     "one between documents": [(0, 5), (-1,), (0, 4)],
     "at the left": [(-1,), (-1,), (-1,), (0, 6)],
     "at both ends": [(-1,), (0, 3), (0, 2), (-1,), (-1,)],
 }
-"""Runs of position ids: ``(first, length)`` of a document, ``(-1,)`` for a token of padding."""
 
 
 def padded_row(runs, first=0):
-    """Return the tokens and ids of a row, its parts, and whether each part is a document."""
+    # Returns the tokens and ids of a row, its parts, and whether each part is a document.
     parts = documents(*(run[1] if len(run) > 1 else 1 for run in runs), seed=3)
     ids = [torch.arange(len(part)) + run[0] + first for part, run in zip(parts, runs)]
     real = [len(run) > 1 for run in runs]
@@ -145,7 +145,7 @@ def padded_row(runs, first=0):
 @pytest.mark.parametrize("says", ["ids", "ids and a mask of ones", "two rows"])
 @pytest.mark.parametrize("name", PADDED)
 def test_an_id_below_the_first_position_is_padding(name, says):
-    """``attention_mask.cumsum(-1) - 1`` gives such ids."""
+    # ``attention_mask.cumsum(-1) - 1`` gives such ids.
     parts, position_ids, real = padded_row(PADDED[name])
     row = torch.cat(parts)[None]
     given = {"input_ids": row, "position_ids": position_ids}
@@ -172,10 +172,8 @@ def test_padding_gets_no_gradient_from_a_document_behind_it():
 
 @pytest.mark.parametrize("pad", [0, 1, 2])
 def test_padding_of_roberta_is_one_below_its_first_position(pad):
-    """RoBERTa's own count gives padding the id of the padding token, and documents begin behind it.
-
-    With the padding token 0, documents may begin at 0, too, because a collator counts so.
-    """
+    # RoBERTa's own count gives padding the id of the padding token, and documents begin behind it. With the padding
+    # token 0, documents may begin at 0, too, because a collator counts so.
     cls, config = class_of("RobertaForMaskedLM"), config_of("roberta", pad_token_id=pad)
     parts, position_ids, real = padded_row([(0, 5), (-1,), (-1,), (0, 4), (0, 2)], first=pad + 1)
     plain, model = small(cls, config), small(cls, config)
@@ -193,12 +191,12 @@ def test_padding_of_roberta_is_one_below_its_first_position(pad):
     torch.testing.assert_close(found, torch.cat(from_zero), rtol=1e-4, atol=1e-4)
 
 
+# Ids of documents of eight and nine tokens, in each of which they jump (PoSE). Old tables hold a row's length only.
 JUMPING = torch.tensor([[0, 1, 2, 9, 10, 11, 12, 13, 0, 1, 2, 3, 4, 7, 8, 15, 16]])
-"""Ids of documents of eight and nine tokens, in each of which they jump (PoSE). Old tables hold a row's length only."""
 
 
 def padded_alone(model, docs, position_ids):
-    """Return logits, loss and gradients of a batch that is padded to the row's length, without a patch."""
+    # The batch is padded to the row's length, and the model has no patch.
     rows, ids, mask = torch.zeros(3, len(docs), position_ids.shape[1], dtype=torch.long)
     for at, (doc, own) in enumerate(zip(docs, position_ids[0].split([*map(len, docs)]))):
         rows[at, : len(doc)], ids[at, : len(doc)], mask[at, : len(doc)] = doc, own, 1
@@ -227,7 +225,7 @@ def test_ids_that_restart_inside_a_stated_document_are_refused(way):
 @pytest.mark.parametrize("says", ["all lengths", "seq_idx", "document numbers in the mask"])
 @pytest.mark.parametrize("name", ["RobertaForMaskedLM", "XLMRobertaForMaskedLM", "MPNetForMaskedLM", "EsmForMaskedLM"])
 def test_a_token_with_the_number_of_padding_has_its_position(name, says):
-    """A document alone gives such a token the position of padding, and the tokens behind it count on without it."""
+    # A document alone gives such a token the position of padding, and the tokens behind it count on without it.
     cls, pad = class_of(name), 1
     config = cls.config_class(
         vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
@@ -278,7 +276,7 @@ def test_every_way_finds_the_same_padding(ids):
 
 
 def test_a_device_is_read_again_only_for_such_ids(monkeypatch):
-    """The meta device has no values; they are put in where the host reads them."""
+    # The meta device has no values; they are put in where the host reads them.
     answers = [torch.tensor(found) for found in ([3, 5, -1, 4], [4, 5, -1, 4], [3, 5, 0, 4])]
     monkeypatch.setattr(find.tensors, "read", lambda tensor: answers.pop(0).numpy())
     ids = torch.empty(1, 12, dtype=torch.int64, device="meta")
@@ -311,7 +309,7 @@ def test_position_ids_need_no_batch_dimension(family, training):
 
 
 def test_a_row_of_one_document_needs_no_batch_dimension_either():
-    """An epoch's last row may hold one document. The ids are those that the model makes by itself."""
+    # An epoch's last row may hold one document. The ids are those that the model makes by itself.
     for ids in (THREE[0][None], torch.stack([THREE[0], THREE[0].flip(0)])):
         assert torch.equal(patched()(ids, position_ids=torch.arange(5)).logits, llama()(ids).logits)
 
@@ -337,9 +335,10 @@ BLOCKS = (NUMBERS[0, :, None] == NUMBERS[0]).tril()[None, None]
 
 
 class Sub(torch.Tensor):
-    """A subclass that does nothing."""
+    pass
 
 
+# Arguments beside the tokens, and the verdict.
 FORMS = {
     "int32": ("right", {"position_ids": POSITIONS.int()}),
     "uint8": ("right", {"position_ids": POSITIONS.to(torch.uint8)}),
@@ -372,7 +371,6 @@ FORMS = {
     "float ones": ("right", {"attention_mask": torch.ones(IDS.shape), "position_ids": POSITIONS}),
     "weights asked for": ("PackingNotIsolated", {"position_ids": POSITIONS, "output_attentions": True}),
 }
-"""Arguments beside the tokens, and the verdict."""
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -406,6 +404,7 @@ def example(mask, **columns):
     return {"input_ids": [*range(5, 5 + len(mask))], "attention_mask": mask, **columns}
 
 
+# A mask, position ids, and the lengths of the documents; None for an error.
 HIDDEN = {
     "ids count the hidden token": ([1, 1, 0, 1, 1], [0, 1, 2, 3, 4], None),
     "ids go on behind it": ([1, 1, 0, 0, 1, 1], [0, 1, 1, 1, 2, 3], [4]),
@@ -418,7 +417,6 @@ HIDDEN = {
     "it is at the left and counted": ([0, 0, 1, 1, 1], [0, 1, 2, 3, 4], [3]),
     "it is at the right": ([1, 1, 1, 0, 0], [0, 1, 2, 3, 4], [3]),
 }
-"""A mask, position ids, and the lengths of the documents; None for an error."""
 
 
 @pytest.mark.parametrize("others", [0, 1], ids=["one example", "two examples"])
@@ -445,7 +443,7 @@ def test_hidden_tokens_leave_the_documents_as_they_are(name, others):
     ],
 )
 def test_lengths_count_hidden_tokens_and_positions_do_not(mask, seq_lengths, lengths):
-    """A second document that was padded left went on where the first one ended."""
+    # A second document that was padded left went on where the first one ended.
     batch = collate([example(mask, seq_lengths=seq_lengths)])
     assert lengths_of(batch) == lengths
     assert batch["position_ids"][0].tolist() == [place for length in lengths for place in range(length)]
@@ -509,7 +507,7 @@ def test_a_loss_mask_holds_zeros_and_ones(wrong):
 
 
 def test_weights_of_ones_own_are_no_weights_of_documents():
-    """The loss would be divided by the number of tokens with a label, and not by the sum of the weights."""
+    # The loss would be divided by the number of tokens with a label, and not by the sum of the weights.
     batch = fa2patch.DataCollatorWithFlattening(loss_weights="document")([{"input_ids": [5, 6, 7]}])
     assert patched()(**batch).loss.isfinite()
     batch["labels"] = batch["loss_labels"]
@@ -522,14 +520,14 @@ EXAMPLES = [{"input_ids": [number + 3] * (number % 5 + 2)} for number in range(4
 
 
 class Whole(IterableDataset):
-    """Examples that are the same in every worker."""
+    # The examples are the same in every worker.
 
     def __iter__(self):
         yield from EXAMPLES
 
 
 class Shared(IterableDataset):
-    """Examples of which every worker gives its own part."""
+    # Every worker gives its own part of the examples.
 
     def __iter__(self):
         worker = get_worker_info()
@@ -542,7 +540,6 @@ class InANestedGenerator:
 
 
 def given_by(rows, workers):
-    """Count how often a DataLoader gives each example."""
     fork = {"multiprocessing_context": "fork"} if workers else {}
     loaded = iter(DataLoader(rows, batch_size=None, num_workers=workers, **fork))
     try:
@@ -575,7 +572,7 @@ def test_a_worker_without_examples_gives_none():
 
 
 class ReadOnce:
-    """An iterable that makes no new iterator."""
+    # The iterable makes no new iterator.
 
     def __init__(self):
         self.rest = iter(EXAMPLES)
@@ -585,7 +582,7 @@ class ReadOnce:
 
 
 class BeginsAgain:
-    """An iterator that begins again, as loaders of batches do."""
+    # The iterator begins again, as loaders of batches do.
 
     def __iter__(self):
         self.rest = iter(EXAMPLES)
@@ -621,7 +618,7 @@ def test_rows_are_collated_one_by_one_or_joined():
 
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_trainer_trains_on_the_rows_of_a_stream(workers, tmp_path):
-    """Two epochs of it. Trainer makes batches of rows, with a batch size of 8 unless it is told otherwise."""
+    # Two epochs of the stream. Trainer makes batches of rows, with a batch size of 8 unless it is told otherwise.
     pytest.importorskip("accelerate")
     seen = []
 
@@ -661,7 +658,7 @@ def test_what_can_be_read_again_has_many_epochs(made):
 
 @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_an_error_is_the_same_in_a_worker(workers):
-    """A DataLoader makes a worker's error again. It calls the class of one that has a message otherwise."""
+    # A DataLoader makes a worker's error again. It calls the class of one that has a message otherwise.
     fork = {"multiprocessing_context": "fork"} if workers else {}
     loader = DataLoader([{"input_ids": []}, {"input_ids": []}], 2, num_workers=workers, collate_fn=collate, **fork)
     refused(lambda: next(iter(loader)), "all 2 examples.*without tokens.*errors.html#collatorerror", CollatorError)

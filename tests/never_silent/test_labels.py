@@ -30,17 +30,17 @@ from small_models import (
 
 import fa2patch
 
+# The first label of each document: its first token, or another one. Neither is learned.
 FIRST_LABELS = [None, 7]
-"""The first label of each document: its first token, or another one. Neither is learned."""
 
+# One layer compiles in half the time and has the same labels.
 ONE_LAYER = {"num_hidden_layers": 1}
-"""One layer compiles in half the time and has the same labels."""
 
+# Derived from the ids, and given explicitly: slow cases compile only these ways.
 SEEN = ("position_ids", "all lengths")
-"""Derived from the ids, and given explicitly: the only ways that slow cases compile."""
 
+# The least distance to the right loss of a loss that learns documents' first labels.
 WRONG_IN_A_ROW = 1e-3
-"""The least distance to the right loss of a loss that learns documents' first labels."""
 
 
 @pytest.fixture(autouse=True)
@@ -60,8 +60,6 @@ def compiled_forward(model, how, backend):
 
 
 def right_or_refused_packed(make, batch, compiled=lambda model: model, expected=None):
-    """Patch what ``make`` gives, and compare it on a batch with the documents alone."""
-
     def run():
         model = patched(make())
         return called(model, batch, compiled(model))
@@ -106,8 +104,8 @@ def test_an_error_that_says_too_little_does_not_pass():
 
 
 QUICK = [("torch.compile", "position_ids")]
+# ``model.compile()`` differs only in how the model is called.
 COMPILED = [("torch.compile", way) for way in WAYS] + [("model.compile", way) for way in SEEN]
-"""``model.compile()`` differs only in how the model is called."""
 
 
 @pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
@@ -124,7 +122,7 @@ def test_compiled(how, way, backend):
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("way", SEEN)
 def test_compiled_a_layer_that_missed_the_boundaries_is_an_error(way, backend):
-    """Attention that is replaced in a layer after ``apply`` does not get the packed mask."""
+    # Attention that is replaced in a layer after ``apply`` does not get the packed mask.
     model = patched()
     attention = model.model.layers[1].self_attn
     own = attention.forward
@@ -146,7 +144,7 @@ class MyModel(transformers.LlamaForCausalLM):
 
 
 class RewardScorer(transformers.LlamaForCausalLM):
-    """A causal LM with an unusual name."""
+    pass
 
 
 class CallsSuper(transformers.LlamaForCausalLM):
@@ -160,7 +158,7 @@ class OwnLoss(transformers.LlamaForCausalLM):
 
 
 class Wrapped(transformers.LlamaForCausalLM):
-    """Computes its loss from the logits. Its labels never reach the forward that it inherits."""
+    # Its labels never reach the forward that it inherits.
 
     def forward(self, input_ids=None, labels=None, **kwargs):
         output = super().forward(input_ids=input_ids, **kwargs)
@@ -199,7 +197,7 @@ def test_a_model_with_two_heads(way, derived):
 
 
 class TwoBooks(transformers.LlamaForCausalLM):
-    """A causal LM with labels ``[batch, length, 2]``, one for each codebook, like audio models."""
+    # Labels are [batch, length, 2], one for each codebook, like audio models'.
 
     def forward(self, input_ids=None, attention_mask=None, position_ids=None, labels=None, **kwargs):
         given = {"attention_mask": attention_mask, "position_ids": position_ids, "use_cache": False}
@@ -226,7 +224,7 @@ def test_labels_that_cannot_be_masked_are_refused(labels):
 
 
 def of_tokens(model, docs, labels):
-    """Run each document alone, with labels that belong to the tokens themselves."""
+    # Labels belong to the tokens themselves.
     logits = torch.cat([model(input_ids=doc[None]).logits[0] for doc in docs])
     loss = torch.nn.functional.cross_entropy(logits, labels[0])
     return Result(logits.detach(), *with_gradients(model, loss))
@@ -239,7 +237,7 @@ def of_tokens(model, docs, labels):
 )
 @pytest.mark.parametrize("name", ["GPT2ForTokenClassification", "LlamaForTokenClassification"])
 def test_a_token_classifier_keeps_first_labels(name, way, compiled, derived):
-    """Some versions choose the loss of a Llama's tagger by the class name alone, which the subclass keeps."""
+    # Some versions choose the loss of a Llama's tagger by the class name alone, which the subclass keeps.
     cls = class_of(name)
     cls = type("Tagger" if "GPT2" in name else f"Our{name}", (cls,), {}) if derived else cls
     config = config_of("gpt2" if "GPT2" in name else "llama", num_labels=3, classifier_dropout=0.0, hidden_dropout=0.0)
@@ -266,7 +264,7 @@ def test_a_masked_lm_keeps_first_labels(way, derived):
 
 
 def takes_shift_labels():
-    """Whether this version's causal LM loss takes it. Transformers imports the loss module lazily."""
+    # Whether this version's causal LM loss takes them. Transformers imports the loss module lazily.
     try:
         losses = importlib.import_module("transformers.loss.loss_utils")
     except ImportError:
@@ -280,7 +278,7 @@ LONG_AND_SHORT = [(way, False) for way in WAYS] + [pytest.param(way, True, marks
 @pytest.mark.parametrize("way, compiled", LONG_AND_SHORT)
 @pytest.mark.parametrize("cls", [None, MyModel], ids=["itself", "a subclass"])
 def test_shift_labels_beside_labels(cls, way, compiled):
-    """If ``shift_labels`` are given, upstream's loss uses them, and ``labels`` only request a loss."""
+    # If ``shift_labels`` are given, upstream's loss uses them, and ``labels`` only request a loss.
     if not takes_shift_labels():
         pytest.skip(f"the loss of Transformers {transformers.__version__} takes no shift_labels")
     labels = labels_of()
@@ -290,7 +288,7 @@ def test_shift_labels_beside_labels(cls, way, compiled):
 
 @pytest.mark.parametrize("way, compiled", LONG_AND_SHORT)
 def test_shift_labels_alone(way, compiled):
-    """A forward that computes its own loss from nothing else, as under sequence parallelism."""
+    # The forward computes its own loss from nothing else, as under sequence parallelism.
     right_or_refused_packed(
         lambda: llama(OwnLoss),
         told(way=way, shift_labels=shifted(labels_of())),

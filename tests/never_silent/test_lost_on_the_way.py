@@ -26,7 +26,7 @@ from compat_matrix import tiny_models, tiny_overrides
 
 
 def copies_its_inputs(module):
-    """Clone all inputs, as offloading and many hooks do: attributes of the tensors are lost."""
+    # Offloading and many hooks clone all inputs, so that attributes of the tensors are lost.
 
     def copied(value):
         return value.clone() if isinstance(value, torch.Tensor) else value
@@ -38,7 +38,6 @@ def copies_its_inputs(module):
 
 
 def copying(model, copied=True):
-    """Patch a model, and let its base model copy its inputs."""
     patched(model)
     if copied:
         copies_its_inputs(model.base_model)
@@ -46,7 +45,7 @@ def copying(model, copied=True):
 
 
 def batches():
-    """Yield packed rows that tell in each of the ways where documents start, also with ids that run through the row."""
+    # The rows tell in each of the ways where documents start, also with ids that run through the row.
     for way in WAYS:
         yield way, told(way=way)
     running = {"position_ids": torch.arange(sum(map(len, DOCS)))[None]}
@@ -63,7 +62,7 @@ RUNNING_ON = [name for name in BATCHES if name.startswith("ids that run on")]
 @pytest.mark.parametrize("name", BATCHES)
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 def test_the_base_model_s_inputs(family, name, copied):
-    """Rope depends only on distances, so ids that run through the row change nothing."""
+    # Rope depends only on distances, so ids that run through the row change nothing.
     batch = {**BATCHES[name], "labels": labels_of(DOCS, 7)}
     found = right_or_refused(lambda: called(copying(of_family(family), copied), batch), alone(of_family(family)))
     assert copied or found == "right", "refused without a reason"
@@ -71,7 +70,7 @@ def test_the_base_model_s_inputs(family, name, copied):
 
 @pytest.mark.parametrize("name", RUNNING_ON)
 def test_another_first_document_moves_no_other(name):
-    """If a copy loses the boundaries, this shows a leak even where values happen to be close."""
+    # If a copy loses the boundaries, this shows a leak even where values happen to be close.
     model = copying(llama())
     other = {**BATCHES[name], "input_ids": BATCHES[name]["input_ids"].clone()}
     other["input_ids"][0, 0] += 1
@@ -85,7 +84,7 @@ def test_another_first_document_moves_no_other(name):
 
 @pytest.mark.parametrize("name", BATCHES)
 def test_rope_that_depends_on_the_longest_document(name):
-    """Phi-3's factors depend on a document's length, also for short and long documents in one row."""
+    # Phi-3's factors depend on a document's length, also for short and long documents in one row.
     config_of("phi3")
     factors = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 2.5, 3.0, 3.5]}
     for name_of in ("longrope", "su"):
@@ -100,7 +99,7 @@ def test_rope_that_depends_on_the_longest_document(name):
 
 
 def with_longrope(kind, factors):
-    """Return a config that scales documents of over 6 tokens differently; None if this version spells it otherwise."""
+    # Documents of over 6 tokens are scaled differently. The result is None if this version spells it otherwise.
     limit = {"max_position_embeddings": 128, "original_max_position_embeddings": 6}
     for given in (
         {"rope_parameters": {"rope_type": kind, "rope_theta": 1e4, **factors, "original_max_position_embeddings": 6}},
@@ -121,7 +120,7 @@ def with_longrope(kind, factors):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_embeddings_scaled_by_a_document_s_masked_tokens(way):
-    """ESM's embeddings need the documents before any layer does."""
+    # ESM's embeddings need the documents before any layer does.
     docs = [doc.clone() for doc in DOCS]
     docs[2][:4] = tiny_overrides.MASK_TOKEN
     try:
@@ -194,7 +193,7 @@ def documents_with_a_picture(tokens_of_it):
 @pytest.mark.parametrize("merged", [True, False], ids=["merged by the model", "as many tokens as patches"])
 @pytest.mark.parametrize("name", PICTURE_MODELS)
 def test_a_row_with_a_picture(name, merged, way):
-    """Up to 4.46 a picture has one placeholder token, and merging the picture makes new ids of the row."""
+    # Up to 4.46 a picture has one placeholder token, and merging the picture makes new ids of the row.
     model, given = with_pictures(name, merged), pictures(name)
     for tokens in [1] if merged else range(4, 12):
         docs = documents_with_a_picture(tokens)
@@ -217,7 +216,7 @@ def test_a_row_with_a_picture(name, merged, way):
 
 
 def logits_with(model, doc, given):
-    """Text alone goes to the inner language model if that has a head, because 4.46 merges even without a picture."""
+    # Text alone goes to the inner language model if that has a head, because 4.46 merges even without a picture.
     row = {"input_ids": doc[None], "attention_mask": torch.ones(1, len(doc), dtype=torch.long), "use_cache": False}
     if not given:
         inside = getattr(model, "language_model", None)

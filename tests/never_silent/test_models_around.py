@@ -27,8 +27,7 @@ from compat_matrix.check.compare import assert_close
 from fa2patch.errors import PackingNotIsolated
 from fa2patch.patch.padding import of_model
 
-OPEN = labels_of(DOCS, 7)
-"""Labels that cross documents."""
+OPEN = labels_of(DOCS, 7)  # labels that cross documents
 
 
 def head(name, **changes):
@@ -36,7 +35,6 @@ def head(name, **changes):
 
 
 def patched_trunk(model=None, **options):
-    """A model whose trunk alone is patched."""
     model = llama() if model is None else model
     patched(model.model, **options)
     return model
@@ -52,7 +50,6 @@ def assert_classified(model, expected):
 
 
 def sharing(one, other):
-    """Two models with one trunk."""
     other.model = one.model
     return one, other
 
@@ -138,7 +135,7 @@ def test_a_reverted_head_leaves_the_other_one_patched(reverted):
 
 
 def test_a_shallow_copy_whose_original_is_reverted():
-    """Its base model is the original's, which is not patched any more, and so it is not either."""
+    # The copy's base model is the original's, which is not patched any more, and so the copy is not either.
     model, third = patched(), llama()
     fa2patch.apply(third)  # keeps the replaced forward on the class
     other = copy.copy(model)
@@ -160,7 +157,7 @@ def test_a_superseded_patch_that_is_reverted_leaves_padded_batches_packed():
 
 
 def test_a_model_of_ones_own_around_a_whole_causal_lm():
-    """It holds a causal LM as LLaVA up to 4.46 does, and shifts labels by itself."""
+    # The model holds a causal LM as LLaVA up to 4.46 does, and shifts labels by itself.
     inner = llama()
 
     class Around(transformers.PreTrainedModel):
@@ -259,7 +256,7 @@ def test_apply_to_a_copy_of_the_base_patches_no_other_model():
 
 @pytest.mark.parametrize("renewed", [False, True], ids=["as it is", "apply"])
 def test_a_copied_base_in_another_model(renewed):
-    """Without ``apply`` the model around it is not patched, and its labels may cross documents: no loss is taken."""
+    # Without ``apply`` the model around it is not patched, and its labels may cross documents: no loss is taken.
     model, other = patched(), llama()
     other.model = copy.deepcopy(model.model)
     if renewed:

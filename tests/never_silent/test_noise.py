@@ -17,12 +17,12 @@ from fa2patch.upstream import inspecting
 DOCS = documents(6, 24, 6, 12, 24)
 ALPHA = 40.0
 
+# The noise of a document is measured in 6 x 16 numbers or more, whose deviation is known to a few percent.
 NEAR = 0.08
-"""The noise of a document is measured in 6 x 16 numbers or more, whose deviation is known to a few percent."""
 
 
 def upstreams_hook():
-    """Return the hook of Transformers that Trainer registers with ``neftune_noise_alpha``."""
+    # Trainer registers this hook of Transformers with ``neftune_noise_alpha``.
     try:
         from transformers.integrations.neftune import neftune_post_forward_hook
     except ImportError:
@@ -37,7 +37,7 @@ def magnitude(output):
 
 
 def returns_noise(module, args, output):
-    """Normal noise instead of uniform noise."""
+    # Normal noise instead of uniform noise.
     return output + torch.randn_like(output) * magnitude(output) if module.training else output
 
 
@@ -60,7 +60,7 @@ def draws_in_another_function(module, args, output):
 
 
 class Drawing:
-    """A hook that is an object with a state of its own."""
+    # A hook that is an object with a state of its own.
 
     def __init__(self, alpha):
         self.alpha = alpha
@@ -81,7 +81,7 @@ def with_hook(hook, **options):
 
 
 def with_forward(model):
-    """Replace the embedding's forward on the object, as the authors of NEFTune did, TRL 0.7.1 and axolotl."""
+    # The authors of NEFTune, TRL 0.7.1 and axolotl replace the embedding's forward on the object.
     table = model.get_input_embeddings()
     own = table.forward
 
@@ -96,8 +96,6 @@ def with_forward(model):
 
 
 class Noisy(torch.nn.Embedding):
-    """An embedding that adds noise by itself."""
-
     def forward(self, ids):
         output = super().forward(ids)
         return returns_noise(self, (ids,), output)
@@ -108,8 +106,6 @@ def with_class(model):
 
 
 class Around(torch.nn.Module):
-    """A module around the embedding."""
-
     def __init__(self, inner):
         super().__init__()
         self.inner = inner
@@ -141,7 +137,7 @@ WAYS = {
 
 
 def deviations(noise, docs=DOCS):
-    """Return the deviation of the noise in each document, relative to NEFTune's rule."""
+    # The deviation of the noise in each document is relative to NEFTune's rule.
     if noise.shape[0] == 1:
         pieces = noise[0].split([len(doc) for doc in docs])
     else:
@@ -150,7 +146,7 @@ def deviations(noise, docs=DOCS):
 
 
 def sizes(model, batch, docs=DOCS):
-    """Return the deviations as the first layer sees them."""
+    # The deviations are those that the first layer sees.
     table, seen = model.get_input_embeddings(), []
     handle = table.register_forward_hook(lambda module, args, output: seen.append(output.detach().clone()))
     torch.manual_seed(1)
@@ -160,14 +156,14 @@ def sizes(model, batch, docs=DOCS):
 
 
 def assert_of_each_document(found, expected):
-    """Every document's noise has the size that it has in a batch of its own."""
+    # Every document's noise has the size that it has in a batch of its own.
     for one in found:
         assert abs(one / expected - 1) < 2 * NEAR, (found, expected)
 
 
 @functools.cache
 def alone(way):
-    """The deviation for documents alone, of 200 tokens so that it is known well."""
+    # The document has 200 tokens, so that its deviation is known well.
     model = llama()
     way(model)
     long = documents(200)
@@ -175,7 +171,6 @@ def alone(way):
 
 
 def noised(way=with_upstreams_hook, **changes):
-    """A patched model with noise."""
     model = llama(**changes)
     way(model)
     return patched(model)
@@ -192,7 +187,7 @@ def test_right(way, first):
 
 
 def test_it_would_be_seen():
-    """Without the patch the row's noise is smaller by the root of its documents' number."""
+    # Without the patch the row's noise is smaller by the root of its documents' number.
     model = llama()
     with_upstreams_hook(model)
     found = sizes(model, pack(DOCS))
@@ -201,7 +196,7 @@ def test_it_would_be_seen():
 
 @pytest.mark.parametrize("family", ["gpt2", "mistral", "bert:masked"])
 def test_other_families(family):
-    """GPT-2 makes other ids on the way to its embedding. That is an error if noise is added, and no error without."""
+    # GPT-2 makes other ids on the way to its embedding. That is an error if noise is added, and no error without.
     model = without_dropout(of_family(family))
     with_upstreams_hook(model)
     fa2patch.apply(model)
@@ -245,7 +240,7 @@ def test_ids_that_lost_their_documents_on_the_way(hook, mode):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_dense_batches_in_inference_mode(way):
-    """Its tensors do not count changes in place."""
+    # Tensors of inference mode do not count changes in place.
     model = noised(WAYS[way]).eval()
     with torch.inference_mode():
         model(input_ids=torch.stack(documents(24, 24)))
@@ -301,7 +296,7 @@ def test_who_registered_the_hook_can_remove_it():
 
 
 def test_hooks_that_draw_nothing_are_left_alone():
-    """Those of PEFT's gradient checkpointing, and those that take the embeddings' gradients."""
+    # Such hooks are those of PEFT's gradient checkpointing, and those that take the embeddings' gradients.
     model = llama()
     model.enable_input_require_grads()
     leaves = []
@@ -323,7 +318,7 @@ def test_what_draws(hook, expected):
 
 
 def test_trainers_option(tmp_path):
-    """Trainer registers the hook when training begins, and removes it at the end."""
+    # Trainer registers the hook when training begins, and removes it at the end.
     pytest.importorskip("accelerate")
     takes = inspect.signature(transformers.TrainingArguments).parameters
     if "neftune_noise_alpha" not in takes:
@@ -348,7 +343,7 @@ def test_trainers_option(tmp_path):
 
 @pytest.mark.parametrize("way", ["upstream", "forward"])
 def test_compiled(way):
-    """The lengths of documents have no values while a graph is captured."""
+    # The lengths of documents have no values while a graph is captured.
     torch._dynamo.reset()
     model, seen = noised(WAYS[way], num_hidden_layers=1), []
     model.model.layers[0].register_forward_pre_hook(lambda module, args: seen.append(args[0].detach().clone()))

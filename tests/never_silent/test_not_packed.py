@@ -26,8 +26,8 @@ from fa2patch.upstream import calls
 # A 4-D mask
 
 
+# The tokens that each token sees. The last three continue from the same position.
 TREE = [[0], [0, 1], [0, 1, 2], [0, 1, 2, 3], [0, 1, 2, 4], [0, 1, 2, 5]]
-"""The tokens that each token sees. The last three continue from the same position."""
 
 
 def tree(kind):
@@ -60,6 +60,7 @@ def test_a_mask_of_four_dimensions_is_taken_as_it_came(implementation, family, k
 # Ids at masked positions
 
 
+# Position ids with upstream's filler, and the mask.
 ROWS = {
     "a hole before the last token": ([[0, 1, 2, 3, 4, 0, 0, 1]], [[1, 1, 1, 1, 1, 0, 0, 1]]),
     "ones in the hole": ([[0, 1, 2, 3, 4, 1, 1, 1]], [[1, 1, 1, 1, 1, 0, 0, 1]]),
@@ -69,10 +70,9 @@ ROWS = {
     "padding on the left": ([[1, 1, 1, 0, 1, 2, 3, 4]], [[0, 0, 0, 1, 1, 1, 1, 1]]),
     "padding on the right": ([[0, 1, 2, 3, 4, 1, 1, 1]], [[1, 1, 1, 1, 1, 0, 0, 0]]),
 }
-"""Position ids with upstream's filler, and the mask."""
 
+# After padding, these ids neither continue nor restart at 0. In training this is ambiguous.
 JUMPS_BEHIND_PADDING = ("a hole before the last token", "ones in the hole", "two rows")
-"""After padding, ids neither continue nor restart at 0. In training this is ambiguous."""
 
 
 def row_of(name):
@@ -101,7 +101,7 @@ def test_filler_in_training_is_an_error_and_no_guess(name):
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "training"])
 @pytest.mark.parametrize("filler", [0, 1, 3])
 def test_padding_between_packed_documents_isolates_them(filler, training):
-    """After padding, a document starts where ids restart at 0, regardless of the ids at masked positions."""
+    # After padding, a document starts where ids restart at 0, regardless of the ids at masked positions.
     docs = documents(3, 2)
     row = torch.cat([docs[0], torch.tensor([9]), docs[1]])[None]
     ids, mask = torch.tensor([[0, 1, 2, filler, 0, 1]]), torch.tensor([[1, 1, 1, 0, 1, 1]])
@@ -116,7 +116,7 @@ def test_padding_between_packed_documents_isolates_them(filler, training):
 @pytest.mark.parametrize("way", ["lengths alone", "lengths and ids"])
 @pytest.mark.parametrize("family", ["bert:masked", "modernbert:masked", "llama"])
 def test_masked_padding_in_the_last_document_is_not_attended_to(family, way):
-    """Causal attention, as Llama's, never sees it anyway."""
+    # Causal attention, as Llama's, never sees the padding anyway.
     *before, last = DOCS
     batch = told([*before, torch.cat([last, torch.tensor([5, 6])])], "all lengths")
     batch["attention_mask"] = torch.ones_like(batch["input_ids"])
@@ -140,7 +140,7 @@ def test_masked_padding_in_the_last_document_is_not_attended_to(family, way):
 
 
 def test_two_tokens_may_be_two_documents_and_one_token_is_none(monkeypatch):
-    """A graph may be captured for ``generate``'s single tokens, but a graph of two tokens would fix their documents."""
+    # A graph may be captured for ``generate``'s single tokens, but a graph of two tokens would fix their documents.
 
     def refuse(*call):
         raise fa2patch.errors.PackingNotIsolated("a graph is being captured")
@@ -161,7 +161,7 @@ def test_two_tokens_may_be_two_documents_and_one_token_is_none(monkeypatch):
 
 
 def overwritten(docs=DOCS, **more):
-    """A packed row whose ids have become an arange."""
+    # The row's ids have become an arange.
     row = torch.cat(docs)[None]
     labels = row.clone()
     labels[0, torch.tensor([0, *map(len, docs[:-1])]).cumsum(0)] = -100
@@ -169,7 +169,6 @@ def overwritten(docs=DOCS, **more):
 
 
 def said_of(model, *batches):
-    """What is warned of while a model is called with batches."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for batch in batches:

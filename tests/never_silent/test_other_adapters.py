@@ -46,7 +46,7 @@ def test_mixed_adapters_are_right(order):
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_adaption_prompts_are_right_or_refused(order):
-    """They replace attention layers, which is detected even after ``apply``."""
+    # Adaption prompts replace attention layers, which is detected even after ``apply``.
     config = peft.AdaptionPromptConfig(adapter_len=3, adapter_layers=2, task_type="CAUSAL_LM")
     try:
         expected = alone(adapted(config, ""), DOCS)
@@ -60,7 +60,7 @@ def test_adaption_prompts_are_right_or_refused(order):
 @pytest.mark.skipif(not takes("LoraConfig", "alora_invocation_tokens"), reason="this PEFT has no activated LoRA")
 @pytest.mark.parametrize("order", ORDERS)
 def test_an_activated_lora_is_refused(order):
-    """It starts at the last invocation in the row, so a document's own one is ignored if another follows."""
+    # It starts at the last invocation in the row, so a document's own one is ignored if another follows.
     config = peft.LoraConfig(**LORA, alora_invocation_tokens=[7, 8])
     docs = documents(5, 9, 3)
     for doc in docs:

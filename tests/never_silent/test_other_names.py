@@ -19,7 +19,7 @@ THREE = documents(6, 9, 7)
 
 @dataclasses.dataclass
 class FlashAttentionKwargs:
-    """The object that NeMo RL hands to its models."""
+    # NeMo RL hands such an object to its models.
 
     cu_seqlens_q: torch.Tensor
     cu_seqlens_k: torch.Tensor
@@ -81,7 +81,7 @@ def test_a_known_name_is_read_in_other_families(family, name):
 
 
 def test_lengths_of_several_rows_are_read():
-    """Rows hold different numbers of documents, so that zeros fill up their lengths."""
+    # Rows hold different numbers of documents, so that zeros fill up their lengths.
     rows = [documents(5, 9, 2), documents(7, 9, seed=1)]
     model = patched()
     ids = torch.stack([torch.cat(docs) for docs in rows])
@@ -111,7 +111,7 @@ def test_a_wrong_statement_is_an_error(name, training):
 
 
 class Fields:
-    """An object of some framework, with boundaries in a field of any name."""
+    # An object of some framework, with boundaries in a field of any name.
 
     def __init__(self, ends):
         self.ends_of_sequences = ends
@@ -145,7 +145,7 @@ def test_what_looks_like_boundaries_is_an_error_in_training_and_a_warning_otherw
 
 
 def columns(rows, length):
-    """Ten columns that trainers hand on, none of which says where documents start."""
+    # Trainers hand such columns on. None of them says where documents start.
     half = torch.arange(length).expand(rows, length) >= length // 2
     return {
         "length": torch.full((rows,), length),
@@ -180,7 +180,7 @@ def test_ten_columns_of_trainers_pass_as_before(padded, training):
 
 
 def test_a_column_that_the_forward_takes_keeps_its_meaning():
-    """BERT's ``token_type_ids`` may count like numbers of documents."""
+    # BERT's ``token_type_ids`` may count like numbers of documents.
     model, reference = patched(of_family("bert", type_vocab_size=4)), of_family("bert", type_vocab_size=4)
     batch = {"input_ids": torch.cat(THREE)[None], "token_type_ids": numbers(THREE)}
     with torch.no_grad(), warnings.catch_warnings():

@@ -23,7 +23,7 @@ classes_only = pytest.mark.skipif(HAS_REGISTRY, reason="Llama's attention is loo
 
 
 def blunt(module, query, key, value, attention_mask, *args, **kwargs):
-    """Attention with scores of half the size."""
+    # The scores have half the size.
     groups = query.shape[1] // key.shape[1]
     key, value = (states.repeat_interleave(groups, 1) for states in (key, value))
     scores = query @ key.transpose(2, 3) * 0.5 * kwargs.get("scaling", query.shape[-1] ** -0.5)
@@ -34,7 +34,7 @@ def blunt(module, query, key, value, attention_mask, *args, **kwargs):
 
 
 def wrapping(inner):
-    """A wrapper that keeps the name and the module of what it wraps."""
+    # The wrapper keeps the name and the module of what it wraps.
 
     @functools.wraps(inner)
     def half(module, query, *args, **kwargs):
@@ -129,7 +129,7 @@ def test_dense_calls_keep_the_function(monkeypatch):
 
 
 def no_rotary(self, hidden_states, attention_mask=None, position_ids=None, **kwargs):
-    """Attention that computes everything itself, as replacements of a class's forward do."""
+    # The layer computes everything itself, as replacements of a class's forward do.
     rows, length, _ = hidden_states.shape
     q, k, v = (
         projection(hidden_states).view(rows, length, -1, self.head_dim).transpose(1, 2)
@@ -163,7 +163,7 @@ def test_a_flash_class_of_the_users_own_computes_no_packed_row_of_another_class(
 
 
 def test_a_function_in_a_models_own_dictionary(monkeypatch):
-    """Gemma 2 in 4.47 has a dictionary of its own."""
+    # Gemma 2 in 4.47 has a dictionary of its own.
     model = of_family("gemma2")
     home = sys.modules[type(model.model.layers[0].self_attn).__module__]
     table = getattr(home, "GEMMA2_ATTENTION_FUNCTION", None)
@@ -210,7 +210,7 @@ def mask_in_the_dictionary(model, monkeypatch):
 
 
 def mask_of_a_subclass(model, monkeypatch):
-    """The way of LLM2Vec and of prefix language models."""
+    # LLM2Vec and prefix language models do it in this way.
     name = "_update_causal_mask"
     if not hasattr(type(model.model), name):
         pytest.skip("masks are not made by a method here")
@@ -256,7 +256,7 @@ def test_a_registered_mask_from_after_apply_is_refused_until_the_next_apply(monk
 @pytest.mark.parametrize("when", ["before apply", "after apply", "after a packed batch"])
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 def test_is_causal_of_the_layers_is_what_padded_training_goes_by(implementation, when):
-    """LLM2Vec sets ``is_causal = False``, which up to 4.47 means nothing to eager attention and sdpa."""
+    # LLM2Vec sets ``is_causal = False``, which up to 4.47 means nothing to eager attention and sdpa.
 
     def turned(model):
         for layer in model.model.layers:

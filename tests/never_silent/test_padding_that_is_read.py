@@ -47,14 +47,12 @@ WIDTH = 8
 
 
 def model_of(family: str, head: str, **more: Any) -> Any:
-    """A small model of a family; skip the test if this version does not have it."""
     labels = {"num_labels": 2} if "Question" in head else {}
     config = class_of(f"{family}Config")(**{**SIZES, **labels, **OTHER_SIZES.get(family, {}), **more})
     return small(class_of(f"{family}{head}"), config)
 
 
 def batch_of(left: bool = False, pad: int = PAD, counted: bool = False, lengths: tuple[int, ...] = (3, 6)) -> Any:
-    """Padded rows of these lengths."""
     column, sizes = torch.arange(WIDTH), torch.tensor(lengths)[:, None]
     mask = (column >= WIDTH - sizes if left else column < sizes).long()
     ids = torch.randint(3, 97, mask.shape, generator=torch.Generator().manual_seed(3))
@@ -65,7 +63,7 @@ def batch_of(left: bool = False, pad: int = PAD, counted: bool = False, lengths:
 
 
 def as_labels(batch: Any, first: bool = True) -> torch.Tensor:
-    """The ids as labels, without padding; ``first`` tells whether a row's first token has one."""
+    # Padding has no label. ``first``: whether a row's first token has one.
     real = batch["attention_mask"].bool()
     kept = real if first else real & (real.cumsum(1) > 1)
     labels: torch.Tensor = batch["input_ids"].masked_fill(~kept, IGNORED)
@@ -73,7 +71,8 @@ def as_labels(batch: Any, first: bool = True) -> torch.Tensor:
 
 
 def results(model: Any, batch: Any) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """The outputs of real tokens and of rows, and the gradients of the loss or of a sum of these outputs."""
+    # The outputs are those of real tokens and of rows. The gradients are those of the loss, or of a sum of these
+    # outputs.
     model.zero_grad()
     output, real = model(**batch), batch["attention_mask"].bool()
     found = {name: value for name, value in output.items() if isinstance(value, torch.Tensor)}
@@ -90,7 +89,7 @@ def nothing_said() -> Iterator[None]:
 
 
 def stays_padded(model: Any, batch: Any, **options: Any) -> bool:
-    """Require the results of the unpatched model, and return whether a warning said that the batch stays padded."""
+    # Requires the results of the unpatched model. Returns whether a warning said that the batch stays padded.
     expected, gradients = results(copy.deepcopy(model), batch)
     try:
         fa2patch.apply(model, padded_batches=True, **options)
@@ -192,7 +191,7 @@ def test_what_reads_padding_stays_padded(stays: bool, family: str, head: str, ba
 
 
 def test_what_a_call_asks_for_decides() -> None:
-    """The first batches have no loss, so that nothing reads padding; the next one has, and so has every other one."""
+    # The first batches have no loss, so that nothing reads padding. Of the next ones, every other one has a loss.
     model = model_of("Bert", "ForQuestionAnswering")
     reference = copy.deepcopy(model)
     fa2patch.apply(model, padded_batches=True)
@@ -207,7 +206,7 @@ def test_what_a_call_asks_for_decides() -> None:
 
 
 def test_a_later_batch_with_labels_on_padding() -> None:
-    """Labels are looked at in each batch, in the one read that a forward makes."""
+    # Labels are looked at in each batch, in the one read that a forward makes.
     model = model_of("Llama", "ForCausalLM")
     reference = copy.deepcopy(model)
     fa2patch.apply(model, padded_batches=True)
@@ -249,7 +248,7 @@ def test_rows_of_several_choices_are_packed() -> None:
     "family", ["mixtral", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2_moe", "olmoe"))]
 )
 def test_router_losses_are_those_of_padding(family: str) -> None:
-    """Releases that give their router loss no mask count padding in it: their batches stay padded."""
+    # Releases that give their router loss no mask count padding in it: their batches stay padded.
     model = of_family(family, output_router_logits=True, router_aux_loss_coef=1.0)
     batch = batch_of(pad=0)
     stays_padded(model, {**batch, "labels": as_labels(batch)})
@@ -269,7 +268,7 @@ def test_a_base_model_that_pools_the_last_column() -> None:
 
 
 def test_the_step_after_a_padded_batch_that_filled_no_cache() -> None:
-    """Its mask is longer than its tokens. The token alone would be computed, without those before it."""
+    # Its mask is longer than its tokens. The token alone would be computed, without those before it.
     model, batch = patched(model_of("Llama", "ForCausalLM"), padded_batches=True), batch_of()
     longer = torch.cat([batch["attention_mask"], torch.ones(2, 1).long()], 1)
     model(**batch)
@@ -278,7 +277,7 @@ def test_the_step_after_a_padded_batch_that_filled_no_cache() -> None:
 
 
 def test_logits_of_the_last_tokens() -> None:
-    """Some of the last logits of rows that are padded on the right are of padding."""
+    # Some of the last logits of rows that are padded on the right are of padding.
     model, name = model_of("Llama", "ForCausalLM"), "num_logits_to_keep"
     taken = inspect.signature(type(model).forward).parameters
     name = "logits_to_keep" if "logits_to_keep" in taken else name
@@ -313,7 +312,7 @@ def test_the_callers_mode_is_the_trials(way: str) -> None:
 
 
 def test_autocast_ends_behind_a_forward_that_is_run_within_itself() -> None:
-    """accelerate puts one autocast object around ``forward``; entered twice, it forgot that autocast was off before."""
+    # accelerate puts one autocast object around ``forward``. Entered twice, it forgot that autocast was off before.
     model, batch = model_of("Llama", "ForCausalLM"), batch_of()
     batch["labels"] = as_labels(batch)
     fa2patch.apply(model, padded_batches=True)
@@ -328,7 +327,7 @@ def test_autocast_ends_behind_a_forward_that_is_run_within_itself() -> None:
 
 
 class SendsNothing(torch.autograd.Function):
-    """Reads hidden states and sends them no gradient, as Liger's loss does for what it has differentiated itself."""
+    # It reads hidden states and sends them no gradient, as Liger's loss does for what it has differentiated itself.
 
     @staticmethod
     def forward(ctx: Any, states: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
@@ -354,7 +353,7 @@ def test_a_loss_that_sends_no_gradient_to_some_outputs() -> None:
 
 
 def test_threads_wait_for_what_is_found() -> None:
-    """Only one of them tries the head; the others must not compute meanwhile as if it read no padding."""
+    # Only one thread tries the head. The others must not compute meanwhile as if it read no padding.
     model, batch = model_of("Bert", "ForQuestionAnswering"), {**batch_of(), **SPANS}
     expected = model(**batch).loss.detach()
     fa2patch.apply(model, padded_batches=True)
@@ -371,7 +370,7 @@ def test_threads_wait_for_what_is_found() -> None:
 
 
 class Pooling(torch.nn.Module):
-    """A user's own head around a base model, which fa2patch does not look at."""
+    # A user's own head around a base model. fa2patch does not look at it.
 
     def __init__(self, base: Any, masked: bool) -> None:
         super().__init__()
@@ -412,14 +411,14 @@ def test_logits_of_padding_in_a_loss_of_ones_own() -> None:
 
 
 def test_overflow_is_the_gradient_scalers_matter() -> None:
-    """A loss scaled beyond the largest number gives gradients that are no numbers, also where a mask is zero."""
+    # A loss scaled beyond the largest number gives gradients that are no numbers, also where a mask is zero.
     model, batch = patched(model_of("Llama", "Model"), padded_batches=True), batch_of()
     masked = model(**batch).last_hidden_state * batch["attention_mask"][..., None]
     (masked.sum() * float("inf")).backward()
 
 
 class LargestOfTheRow(transformers.BertPreTrainedModel):
-    """Remote code that takes the maximum over a row. A gradient goes to padding only where it is the largest."""
+    # Remote code takes the maximum over a row. A gradient goes to padding only where it is the largest.
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -454,7 +453,7 @@ def test_a_model_that_is_not_to_be_proven_raises_in_the_backward() -> None:
 
 
 class Jitter(torch.nn.Module):
-    """Returns other numbers in every call, as a nondeterministic kernel does."""
+    # It returns other numbers in every call, as a nondeterministic kernel does.
 
     def __init__(self) -> None:
         super().__init__()

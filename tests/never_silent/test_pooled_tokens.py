@@ -17,7 +17,7 @@ PLAIN = documents(5, 4, 7, 3, 1)
 
 
 def with_eos(*places):
-    """Return the documents with eos inserted at these places, from the end where they are negative."""
+    # Negative places count from the end.
     made = []
     for doc in PLAIN:
         for place in places:
@@ -63,7 +63,7 @@ def packed(docs, **options):
 
 
 def step(model, batch):
-    """Return logits, the loss and the embedding's gradient, which tells the documents' pooled tokens apart."""
+    # The embedding's gradient tells the documents' pooled tokens apart.
     model.zero_grad()
     output = model(**batch)
     output.loss.backward()
@@ -89,7 +89,7 @@ def test_padding_tokens_inside_of_documents(family, where):
 
 
 def test_it_would_be_seen():
-    """The places of eos that are compared give different vectors of the same tokens."""
+    # The places of eos that are compared give different vectors of the same tokens.
     model = classifier()
     with torch.no_grad():
         ends, inside = (model(**padded_rows(EVERYWHERE[where])).logits for where in ("end", "inside"))
@@ -97,10 +97,8 @@ def test_it_would_be_seen():
 
 
 def test_documents_of_padding_tokens_alone():
-    """Padded, some versions pool what stands behind such a document. Then its last token is taken, as if it was alone.
-
-    A document that begins with the padding token is treated likewise.
-    """
+    # Padded, some versions pool what stands behind such a document. Then its last token is taken, as if it was alone. A
+    # document that begins with the padding token is treated likewise.
     model = classifier()
     docs = [torch.tensor([EOS]), PLAIN[0], torch.tensor([EOS, EOS]), torch.tensor([EOS, 5, 6, 7])]
     expected = logits_alone(model, docs)
@@ -121,7 +119,7 @@ def test_several_rows():
 
 @pytest.mark.parametrize("where", ["in the prompt", "in the answers", "an answer of eos alone"])
 def test_shared_prompts(where):
-    """The padding token is looked for along the whole path."""
+    # The padding token is looked for along the whole path.
     prompt, answers = torch.tensor([5, 6, 7, 8]), [torch.tensor([9, 10, 11]), torch.tensor([12, 13])]
     if where == "in the prompt":
         prompt[1] = EOS
@@ -139,7 +137,7 @@ def test_shared_prompts(where):
 
 
 class Pools(transformers.LlamaForSequenceClassification):
-    """A classifier of one's own. ``place`` says which token it pools."""
+    # ``place`` says which token it pools.
 
     def forward(self, input_ids=None, attention_mask=None, position_ids=None, labels=None, **kwargs):
         outputs = self.model(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids)
@@ -154,7 +152,7 @@ def at(logits, places):
 
 
 def by_the_number(self, ids, logits):
-    """As BLOOM, Falcon and MPT did in 2023."""
+    # BLOOM, Falcon and MPT did so in 2023.
     return at(logits, torch.ne(ids, self.config.pad_token_id).sum(-1) - 1)
 
 

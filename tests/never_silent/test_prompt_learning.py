@@ -1,5 +1,4 @@
 """PEFT prepends virtual tokens to a row, not to a document, and drops position ids: packed rows are refused.
-
 This holds in both orders of ``fa2patch.apply`` and ``get_peft_model``. Every other batch is computed as before.
 """
 
@@ -45,7 +44,7 @@ def adapted(kind, order="", model=None):
 
 
 def called(model, batch, kind=""):
-    """Return the logits, or upstream's own error as text where these versions cannot compute the batch."""
+    # Where these versions cannot compute the batch, upstream's own error is returned as text.
     if kind.startswith("Multitask"):
         batch = {**batch, "task_ids": torch.zeros(len(batch["input_ids"]), dtype=torch.long)}
     with warnings.catch_warnings():
@@ -68,7 +67,7 @@ def refused(call, match="virtual tokens"):
 
 
 def assert_as_alone(model):
-    """Compare with the model without an adapter."""
+    # The reference is the model without an adapter.
     expected = alone(tiny_models.build("llama", "eager"), DOCS)
     assert_close(model(**pack(DOCS)).logits[0], expected, "logits without the adapter")
 
@@ -167,7 +166,7 @@ def test_where_the_adapter_is_disabled_the_model_computes_packed_rows(kind, orde
 
 
 def test_an_object_that_kept_its_classs_forward_from_before_apply_is_refused_too():
-    """PEFT leaves the bound forward on the object when ``disable_adapter`` ends; accelerate wraps it there."""
+    # PEFT leaves the bound forward on the object when ``disable_adapter`` ends. accelerate wraps it there.
     inner = tiny_models.build("llama", "sdpa")
     model = adapted("PromptTuningConfig", model=inner)
     with model.disable_adapter():
@@ -180,7 +179,7 @@ def test_an_object_that_kept_its_classs_forward_from_before_apply_is_refused_too
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_a_lora_beside_the_prompt_is_not_refused(order):
-    """Of two adapters of one model with separate wrappers, only the prompt's is refused."""
+    # Of two adapters of one model with separate wrappers, only the prompt's is refused.
     inner = tiny_models.build("llama", "sdpa")
     prompt = adapted("PromptTuningConfig", order, model=inner)
     other = with_lora(inner)
@@ -192,7 +191,7 @@ def test_a_lora_beside_the_prompt_is_not_refused(order):
 
 
 def test_a_switch_to_lora_is_seen():
-    """In some versions one wrapper can hold both; then the active adapter decides."""
+    # In some versions one wrapper can hold both. Then the active adapter decides.
     model = adapted("PromptTuningConfig", "peft first")
     model.peft_config["low_rank"] = peft.LoraConfig(**LORA)
     model.base_model = peft.LoraModel(model.base_model, {"low_rank": peft.LoraConfig(**LORA)}, "low_rank")

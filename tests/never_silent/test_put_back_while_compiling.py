@@ -23,7 +23,8 @@ class Owner(torch.nn.Module):
 
 
 class User:
-    """What needs a binding. Bindings hold it weakly."""
+    # Bindings hold their users weakly.
+    pass
 
 
 STOCK = vars(Owner)["forward"]
@@ -37,7 +38,7 @@ def ours(original):
 
 
 def is_back(owner=Owner, original=STOCK, seconds=5):
-    """Whether the original is back, or comes back soon: another thread may put it there."""
+    # Another thread may put it back soon.
     end = time.monotonic() + seconds
     while vars(owner)["forward"] is not original and time.monotonic() < end:
         time.sleep(0.01)
@@ -46,7 +47,7 @@ def is_back(owner=Owner, original=STOCK, seconds=5):
 
 @pytest.fixture
 def users():
-    """One user of a binding of ``Owner.forward``, in a list that can be emptied."""
+    # The user of a binding is in a list, so that the test can drop it.
     torch._dynamo.reset()
     held = [User()]
     bind(Owner, "forward", ours, held[0])
@@ -86,7 +87,7 @@ def test_what_this_thread_compiles(users, ends):
 
 @contextlib.contextmanager
 def compiled_meanwhile(function, *args, **kwargs):
-    """Another thread compiles a function and waits in the middle of that; the list holds what it returns at the end."""
+    # Another thread compiles the function and waits in the middle of that. The list holds what it returns at the end.
     inside, done, found = threading.Event(), threading.Event(), []
 
     def backend(graph, inputs):
@@ -117,7 +118,7 @@ def test_what_another_thread_compiles(users, ends):
 
 
 def test_a_first_model_is_patched_while_another_thread_compiles_an_unpatched_one():
-    """It waits for that: the guards of the graph would fail, as what was traced would be another function."""
+    # ``apply`` waits for that: the guards of the graph would fail, as what was traced would be another function.
     torch._dynamo.reset()
     model, plain, ids = llama(), llama(), torch.cat(DOCS)[None]
     expected = plain(input_ids=ids).logits

@@ -81,7 +81,7 @@ RECORDED = {
 
 @pytest.fixture
 def functions_of_torch():
-    """Put back what Transformers' symbolic_trace replaces in torch, and leaves there if it fails."""
+    # Transformers' symbolic_trace replaces functions in torch, and leaves them there if it fails.
     before = dict(vars(torch))
     yield
     for name, value in before.items():
@@ -139,13 +139,13 @@ class Logits(torch.nn.Module):
 
 @pytest.mark.parametrize("docs", [DOCS, DOCS[2:3]], ids=["packed", "one document"])
 def test_a_trace(docs):
-    """A trace would treat every batch like the traced one. Traces of an unpatched model are not checked."""
+    # A trace would treat every batch like the traced one. Traces of an unpatched model are not checked.
     with pytest.raises(PackingNotIsolated, match="trace"):
         torch.jit.trace(Logits(patched()), batch(docs), check_trace=False)
 
 
 def test_export():
-    """Strict or not, it is a graph that looks at every batch, or an error of ours."""
+    # Strict or not, the export is a graph that looks at every batch, or an error of ours.
     other = batch([DOCS[2][:4], DOCS[0], DOCS[2]])
     with torch.no_grad():
         try:

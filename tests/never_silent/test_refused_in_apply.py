@@ -20,12 +20,12 @@ DOCS = documents(7, 3, 9, seed=5)
 
 
 def named(*names):
-    """Return those classes that this version has."""
+    # This version may not have all of them.
     return [name for name in names if hasattr(transformers, name)]
 
 
 def tiny(name, implementation=None, **settings):
-    """Build a model of a class of Transformers, as small as its config allows."""
+    # The model is as small as its config allows.
     cls = getattr(transformers, name)
     small = {
         **tiny_models._small(cls.config_class),
@@ -41,7 +41,7 @@ def tiny(name, implementation=None, **settings):
 
 
 def as_it_was(model):
-    """Whether a refused ``apply`` left nothing behind."""
+    # A refused ``apply`` must leave nothing behind.
     return fa2patch.status(model) is None and all("fa2patch" not in type(m).forward.__module__ for m in model.modules())
 
 
@@ -68,7 +68,7 @@ SMALL_T5 = {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers"
     "name", named(*(f"{each}ForConditionalGeneration" for each in ("InstructBlip", "InstructBlipVideo", "Blip2")))
 )
 def test_a_text_side_that_is_an_encoder_decoder(name):
-    """The outer config of InstructBLIP does not say so. Its padded batches were an error, with and without packing."""
+    # The outer config of InstructBLIP does not say so. Its padded batches were an error, with and without packing.
     cls = getattr(transformers, name)
     config = cls.config_class(**PICTURES, text_config={"model_type": "t5", **SMALL_T5}, num_query_tokens=4)
     refused(cls(config), "an encoder-decoder", name)
@@ -98,7 +98,7 @@ def test_attention_to_an_encoder_in_a_decoder_that_can_have_it(name):
 
 
 class Counting(transformers.GPT2Model):
-    """Like Bart's decoder in 5.x: positions are counted along the row, regardless of keyword arguments."""
+    # Bart's decoder in 5.x does so: positions are counted along the row, regardless of keyword arguments.
 
     def forward(self, input_ids=None, attention_mask=None, **kwargs):
         return self.of(input_ids, attention_mask)
@@ -116,7 +116,7 @@ T5 = [name for name in ("T5", "MT5", "UMT5", "LongT5", "SwitchTransformers", "Ud
 
 
 def of_t5(name):
-    """A model with two stacks of a kin of T5, whose blocks hold their parts in a list."""
+    # A model with two stacks of a kin of T5, whose blocks hold their parts in a list.
     sizes = {"d_kv": 8, "num_decoder_layers": 2, "dropout_rate": 0.0, "num_experts": 2, "router_jitter_noise": 0.0}
     taken = tiny_models.parameters(getattr(transformers, name).config_class)
     return tiny(name, d_model=32, d_ff=48, **{key: value for key, value in sizes.items() if key in taken})
@@ -124,7 +124,7 @@ def of_t5(name):
 
 @pytest.mark.parametrize("name", T5)
 def test_a_decoder_of_t5_is_refused_and_no_document_sees_the_states_of_another(name):
-    """Up to 4.48 each document was given the states of all sources, or those at its own places in the row."""
+    # Up to 4.48 each document was given the states of all sources, or those at its own places in the row.
     message = refused(of_t5(f"{name}Model").decoder, error=errors.UnsupportedModel)
     assert "attends to an encoder's states" in message or "is a stack of an encoder-decoder" in message
 
@@ -156,7 +156,7 @@ def test_an_encoder_alone_is_packed_or_refused_by_true_words(name):
 
 @pytest.mark.skipif(not named("UdopModel"), reason="no Udop")
 def test_pictures_of_an_encoder_that_computes_documents_apart_are_refused():
-    """Udop's encoder puts patches behind the tokens of every document that it is called for."""
+    # Udop's encoder puts patches behind the tokens of every document that it is called for.
     stack = of_t5("UdopModel").encoder
     try:
         fa2patch.apply(stack)
@@ -206,7 +206,7 @@ def sees_later_tokens(name):
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 @pytest.mark.parametrize("name", list(filter(sees_later_tokens, BOTH_WAYS)))
 class TestADecoderWhoseTokensSeeLaterOnes:
-    """EmbeddingGemma: its windows, of seven and eight tokens around each token, end inside the documents."""
+    # EmbeddingGemma is one: its windows, of seven and eight tokens around each token, end inside the documents.
 
     def model(self, name, implementation):
         return tiny_models.build(name, implementation, use_bidirectional_attention=BOTH_WAYS[name], sliding_window=8)
@@ -251,7 +251,6 @@ CONTRADICTORY = {
 
 
 def is_read(name):
-    """Whether this version reads the setting."""
     if not tiny_models.is_present(name):
         return False
     (setting,) = CONTRADICTORY[name]
@@ -264,7 +263,7 @@ def is_read(name):
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 @pytest.mark.parametrize("name", list(filter(is_read, CONTRADICTORY)))
 def test_masks_that_say_another_direction_than_the_layers(name, implementation):
-    """Eager follows the mask, and sdpa without a mask follows the layer, so the logits depend on the implementation."""
+    # Eager follows the mask, and sdpa without a mask follows the layer, so the logits depend on the implementation.
     if name == "gemma2":
         implementation = "eager"  # the only one it supports
     model = tiny_models.build(name, implementation, **CONTRADICTORY[name])
@@ -278,7 +277,7 @@ def test_masks_that_say_another_direction_than_the_layers(name, implementation):
 
 @pytest.mark.skipif(not tiny_models.is_present("esm:masked"), reason="no ESM")
 def test_esm_is_taken_where_its_class_for_flash_attention_calls_a_method_that_was_removed():
-    """The class is that of 4.54 and 4.55. Packed rows are computed by the eager code."""
+    # The class is that of 4.54 and 4.55. Packed rows are computed by the eager code.
     docs, model = DOCS, tiny_models.build("esm:masked")
     expected = torch.cat([model(doc[None]).logits[0] for doc in docs])
     with fa2patch.apply(model):
@@ -348,7 +347,7 @@ COMPARING = named("AltCLIPModel", "CLIPModel", "CLIPSegModel", "ChineseCLIPModel
 
 
 def on_meta(name):
-    """Build a model of the default size without memory, which is enough for a refusal."""
+    # A model of the default size without memory is enough for a refusal.
     cls = getattr(transformers, name)
     linspace = torch.linspace
 
@@ -392,7 +391,7 @@ def test_a_language_model_without_get_input_embeddings_is_not_refused_for_that()
 
 
 def test_attention_that_another_package_has_replaced_is_named(monkeypatch):
-    """As Unsloth does on a GPU: its functions are the forwards of Transformers' classes."""
+    # Unsloth does so on a GPU: its functions are the forwards of Transformers' classes.
 
     def their_forward(self, hidden_states, **rest):
         return hidden_states, None

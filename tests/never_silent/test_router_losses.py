@@ -19,8 +19,8 @@ from fa2patch.preference import DataCollatorForPreferenceFlattening
 
 Batch = dict[str, Any]
 
+# A batch of them has no padding, so any version's loss counts real tokens in it.
 EQUAL = documents(7, 7, 7)
-"""A batch of them has no padding, so any version's loss counts real tokens in it."""
 
 UNEQUAL = documents(6, 1, 9, 4)
 MULTIPLE = 32
@@ -36,7 +36,6 @@ ALL = [*FAMILIES, *(pytest.param(family, marks=pytest.mark.slow) for family in F
 
 
 def with_router_loss(family: str) -> Any:
-    """Return a mixture of experts that has a router loss; skip the test if this version does not have it."""
     model = built(family)
     if "output_router_logits" not in inspect.signature(type(model).forward).parameters:
         pytest.skip(f"{family} of Transformers {transformers.__version__} returns no router logits")
@@ -48,13 +47,12 @@ def with_router_loss(family: str) -> Any:
 
 
 def router_loss(model: Any, batch: Batch, **more: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Return the router loss of a batch, and its gradients."""
     output = model(**batch, output_router_logits=True, use_cache=False, **more)
     return with_gradients(model, output.aux_loss)
 
 
 def weighs_the_mask(model: Any) -> bool:
-    """Whether this version's loss leaves the padding of a padded batch out."""
+    # Whether this version's loss leaves the padding of a padded batch out.
     batch = padded(UNEQUAL)
     other = {**batch, "input_ids": batch["input_ids"] + 5 * (1 - batch["attention_mask"])}
     with torch.no_grad():
@@ -67,7 +65,7 @@ def examples(docs: list[torch.Tensor]) -> list[Batch]:
 
 
 def preference(docs: list[torch.Tensor], **options: Any) -> Batch:
-    """Return a row of the documents, in pairs of a chosen and a rejected one that share no prompt."""
+    # The pairs of a chosen and a rejected document share no prompt.
     chosen, rejected = docs[: len(docs) // 2], docs[len(docs) // 2 :]
     pairs = [
         {"prompt_ids": [], "chosen_ids": one.tolist(), "rejected_ids": other.tolist()}
@@ -100,7 +98,7 @@ COLLATORS: dict[str, Callable[..., Batch]] = {
 
 
 def masked(batch: Batch) -> Batch:
-    """Return a row whose padding only a mask of the user's own tells."""
+    # Only a mask of the user's own tells the row's padding.
     real = batch.pop("real_tokens")
     return {**batch, "attention_mask": real}
 

@@ -1,5 +1,4 @@
 """Code that nobody knows and that reads the length of the row is refused: packed, a document would differ from itself.
-
 Other documents' tokens do not show it. Noise that does not depend on the length, such as dropout, is no reason.
 """
 
@@ -15,13 +14,12 @@ DOCS = documents(6, 24, 6, 12)
 
 
 def noise(values):
-    """NEFTune's rule, at any place."""
+    # NEFTune's rule.
     scale = 10 / (values.shape[1] * values.shape[2]) ** 0.5
     return values + torch.empty_like(values).uniform_(-scale, scale)
 
 
 def on_outputs(place, change):
-    """Let a hook on a module of a model change its outputs."""
     return lambda model: place(model).register_forward_hook(lambda module, args, output: change(module, output))
 
 
@@ -45,6 +43,7 @@ def mlp_of(model):
 
 in_a_layer = on_outputs(mlp_of, lambda module, output: noise(output))
 
+# The first document of a row has the same places when it is alone.
 READ_IT = {
     "first_layer": first_layer,
     "in_a_layer": in_a_layer,
@@ -54,7 +53,6 @@ READ_IT = {
     "only_in_training": on_outputs(mlp_of, lambda module, output: noise(output) if module.training else output),
     "place": on_outputs(mlp_of, lambda module, out: out + 0.1 * torch.arange(out.shape[1])[None, :, None].to(out)),
 }
-"""The first document of a row has the same places when it is alone."""
 
 
 @pytest.mark.parametrize("changed", READ_IT.values(), ids=READ_IT)
@@ -67,7 +65,7 @@ def test_refused(changed):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["in_a_layer", "without_chance", "place"])
 def test_a_mixture_of_experts_does_not_hide_it(name, dtype):
-    """A token that gets another expert by rounding is as far off as this, but few tokens are."""
+    # A token that gets another expert by rounding is as far off as this, but few tokens are.
     model = llama()
     routed_mlps(model)
     with refusal("length of the row", fa2patch.errors.PackingNotIsolated):
@@ -75,7 +73,7 @@ def test_a_mixture_of_experts_does_not_hide_it(name, dtype):
 
 
 def test_little_is_seen_too():
-    """It is less than a bound that all models hold, and tens of roundings of this one."""
+    # The difference is less than a bound that all models hold, and tens of roundings of this one.
     little = on_outputs(lambda model: model.model.norm, lambda module, out: out * (1 + 1e-6 * out.shape[1]))
     with refusal("length of the row", fa2patch.errors.PackingNotIsolated):
         patched(change=little)(**pack(DOCS))
@@ -100,7 +98,8 @@ first_of_row = on_outputs(mlp_of, lambda module, out: out + out * (torch.arange(
 @pytest.mark.parametrize("changed", [in_a_layer, first_of_row], ids=["noise", "first token of the row"])
 @pytest.mark.parametrize("prompts", [[0, 0, 0, 0], [4, 4, 4, 4]], ids=["no prompts", "prompts"])
 def test_rows_with_shared_prompts_are_refused(changed, prompts):
-    """Also where no document continues another one: the rows state parents, so that the batch is a tree."""
+    # They are refused also where no document continues another one: the rows state parents, so that the batch is a
+    # tree.
     docs = documents(6, 24, 9, 12)
     for number in (1, 3):
         docs[number][:4] = docs[number - 1][:4]
@@ -142,10 +141,8 @@ def test_what_rounds_is_not_refused(dtype):
 
 
 def rounded_by_length(size):
-    """A module after which one rounding grows, as in a hybrid of random weights, and that rounds by a row's length.
-
-    Scans in chunks do, whose sums are in another order in a longer row. ``size`` is how many roundings it makes.
-    """
+    # After this module one rounding grows, as in a hybrid of random weights. It rounds by a row's length, as scans in
+    # chunks do, whose sums are in another order in a longer row. ``size`` is how many roundings it makes.
 
     def rounded(module, output):
         by_length = 1 + size * torch.finfo(output.dtype).eps * (output.shape[1] > len(DOCS[0]))
@@ -156,8 +153,8 @@ def rounded_by_length(size):
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["bfloat16", "autocast"])
 def test_a_rounding_that_grows_is_not_refused(autocast):
-    """Qwen3.5 with random weights and LoRA in bfloat16: its documents are 6.5e-2 off alone, and one rounding of its
-    embeddings moves it by 0.9. Under autocast, they are float32, and one rounding of theirs is nothing."""
+    # Qwen3.5 with random weights and LoRA in bfloat16: its documents are 6.5e-2 off alone, and one rounding of its
+    # embeddings moves it by 0.9. Under autocast, they are float32, and one rounding of theirs is nothing.
     model = patched(llama() if autocast else llama().to(torch.bfloat16), rounded_by_length(1))
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         model(**pack(DOCS))
@@ -169,13 +166,13 @@ def test_more_than_a_rounding_that_grows_is_refused():
 
 
 def test_what_computes_in_less_than_its_weights_is_not_refused():
-    """As xLSTM does."""
+    # xLSTM does so.
     less = on_outputs(mlp_of, lambda module, output: (output / 3).float().double())
     patched(llama().double(), less)(**pack(DOCS))
 
 
 def test_dropout_of_attention_is_not_refused():
-    """Kernels draw it by themselves."""
+    # Kernels draw it by themselves.
     patched(llama(attention_dropout=0.3), prove=True).train()(**pack(DOCS))
 
 

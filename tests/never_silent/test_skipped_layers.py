@@ -17,6 +17,7 @@ LAYERS = 4
 SIZES = {
     "vocab_size": 97, "max_position_embeddings": 64, "layerdrop": 0.5, "pad_token_id": 0, "activation_dropout": 0.0,
 }  # fmt: skip
+# These models have ``layerdrop``, and no other dropout.
 DROPPING = {
     "OPT": {"hidden_size": 32, "word_embed_proj_dim": 32, "ffn_dim": 48, "num_hidden_layers": LAYERS,
             "num_attention_heads": 4, "dropout": 0.0, "attention_dropout": 0.0},
@@ -25,12 +26,11 @@ DROPPING = {
     "XGLM": {"d_model": 32, "ffn_dim": 48, "num_layers": LAYERS, "attention_heads": 4, "dropout": 0.0,
              "attention_dropout": 0.0},
 }  # fmt: skip
-"""Models with ``layerdrop``, without other dropout."""
 
 
 @pytest.fixture(autouse=True)
 def drawn(monkeypatch):
-    """Let every forward skip the same layers, the second and the fourth. Each draws one number for a layer."""
+    # Every forward skips the same layers, the second and the fourth. Each draws one number for a layer.
     numbers, rand = itertools.cycle([0.9, 0.1]), torch.rand
 
     def drawn_or_random(*args, **kwargs):
@@ -40,7 +40,7 @@ def drawn(monkeypatch):
 
 
 def dropping(name):
-    """A model in training that skips layers, and has no other dropout."""
+    # The model skips layers in training, and has no other dropout.
     return small(class_of(f"{name}ForCausalLM"), class_of(f"{name}Config")(**SIZES, **DROPPING[name])).train()
 
 
@@ -49,8 +49,6 @@ def blocks(model):
 
 
 class Counted:
-    """Counts the blocks that run."""
-
     def __init__(self, model):
         self.ran = 0
         for block in blocks(model):
@@ -101,7 +99,7 @@ def test_nothing_stays_on_the_layers():
 
 
 class Gate(torch.nn.Module):
-    """A block that a user's own code skips."""
+    # A user's own code skips the block.
 
     def __init__(self, block):
         super().__init__()
@@ -146,7 +144,7 @@ def test_a_block_that_a_users_own_code_skips(mode):
 
 
 def past_every_seam(model, layer):
-    """Give an attention layer a forward that mixes tokens by itself."""
+    # The attention layer gets a forward that mixes tokens by itself.
     outputs = []
     handle = layer.register_forward_hook(lambda module, args, found: outputs.append(len(found)))
     model(DOCS[0][None])
@@ -160,7 +158,7 @@ def past_every_seam(model, layer):
 
 @pytest.mark.parametrize("before", ["nothing was skipped", "a layer was skipped"])
 def test_a_layer_that_was_missed_is_named(before):
-    """Also in a model that skips layers, in the block that runs."""
+    # The layer is named also in a model that skips layers, in the block that runs.
     model = gated()
     patch = fa2patch.apply(model, prove=False)
     if before == "a layer was skipped":

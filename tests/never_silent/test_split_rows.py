@@ -1,4 +1,4 @@
-"""Sequence parallelism splits rows; what replaces attention shows it. The last test uses two processes."""
+"""Sequence parallelism, which splits rows, is known by what replaces attention. The last test uses two processes."""
 
 import importlib.util
 import itertools
@@ -35,7 +35,6 @@ def function_of(module):
 
 @pytest.fixture
 def in_torchs_place(monkeypatch):
-    """Return a function that puts one of this module into torch's place."""
     return lambda module: monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", function_of(module))
 
 
@@ -82,7 +81,7 @@ def test_ring_attention_that_replaces_the_flash_function_only(model, monkeypatch
 
 
 def test_verify_does_not_take_a_part_for_a_row(model, in_torchs_place):
-    """An unpatched model too: what it computes of a part would be proven of a whole row."""
+    # This holds for an unpatched model too: what it computes of a part would be proven of a whole row.
     batch = {"input_ids": torch.arange(3, 11)[None], "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])}
     in_torchs_place("torch.distributed.tensor.experimental._attention")
     with pytest.raises(PackingNotIsolated, match="a part of every row"):
@@ -98,7 +97,7 @@ def test_functions_of_others_are_let_through(model, in_torchs_place, module):
 
 
 def test_torchs_dispatcher_that_gathers_parts(model):
-    """Newer torch replaces no function: module hooks make DTensors, whose dispatcher gets a handler."""
+    # Newer torch replaces no function: module hooks make DTensors, whose dispatcher gets a handler.
     attention = pytest.importorskip("torch.distributed.tensor.experimental._attention")
     if not hasattr(attention, "_enable_context_parallel_dispatcher"):
         pytest.skip(f"torch {torch.__version__} replaces a function only")

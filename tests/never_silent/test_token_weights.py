@@ -1,6 +1,5 @@
 """With ``loss_weights="token"`` the loss is ``sum(weight * cross entropy) / tokens in the loss``, or an error says why.
-
-That is what ms-swift computes from its ``loss_scale``. The reference is written by hand, of a padded batch.
+ms-swift computes the same from its ``loss_scale``. The reference is written by hand, of a padded batch.
 """
 
 from __future__ import annotations
@@ -21,10 +20,8 @@ Batch = dict[str, Any]
 
 
 def features(first: int | None = None) -> list[Batch]:
-    """Return examples with weights: fractions, 0, some above 1 and negative ones, as advantages are.
-
-    A third of the labels is ignored, and so are all of one document. All examples begin with the token ``first``.
-    """
+    # Weights are fractions, 0, some above 1 and negative ones, as advantages are. A third of the labels is ignored, and
+    # so are all of one document. All examples begin with the token ``first``.
     generator = torch.Generator().manual_seed(0)
     found = []
     for number, doc in enumerate(SEVERAL):
@@ -38,7 +35,7 @@ def features(first: int | None = None) -> list[Batch]:
 
 
 def padded_by_hand(model: Any, examples: list[Batch], divisor: float | None = None) -> Any:
-    """Return the loss and gradients of one padded batch of the unpatched model."""
+    # The loss and gradients of one padded batch of the unpatched model.
     longest = max(len(one["input_ids"]) for one in examples)
 
     def filled(name: str, value: float) -> torch.Tensor:
@@ -120,7 +117,7 @@ def test_trainers_count_tokens_over_batches_of_different_sizes() -> None:
 @pytest.mark.parametrize("by", ["token", "document"])
 @pytest.mark.parametrize("counted", [False, True])
 def test_gradients_of_passes_add_up(by: str, counted: bool) -> None:
-    """A mean over a pass is weighed by what it is a mean of: tokens, or documents."""
+    # A mean over a pass is weighed by what it is a mean of: tokens, or documents.
     model, examples = patched(), features()
     examples = examples if by == "token" else [{**one, "loss_weights": None} for one in examples]
     collate = fa2patch.DataCollatorWithFlattening(loss_weights=by, return_flash_attn_kwargs=True)
@@ -152,7 +149,7 @@ def test_gradients_of_passes_of_a_padded_batch_add_up(by: str) -> None:
 
 @pytest.mark.parametrize("order", ["before", "after"])
 def test_a_forward_of_another_package_is_right_or_refused(order: str) -> None:
-    """Liger's and others', in the place of the model's: right if the patch came later, and they return logits."""
+    # Forwards of Liger and others are right if the patch came later, and they return logits.
     model, examples = llama(), features()
     expected = padded_by_hand(model, examples)
     if order == "after":
@@ -200,7 +197,7 @@ def test_what_computes_another_loss_is_refused() -> None:
 
 
 def test_weights_that_no_collator_has_prepared_are_refused() -> None:
-    """Many forwards take any keyword, so that weights beside ordinary labels would change nothing."""
+    # Many forwards take any keyword, so that weights beside ordinary labels would change nothing.
     batch = fa2patch.DataCollatorWithFlattening()(features())
     assert "loss_weights" in batch  # a column like any other one
     with refusal('loss_weights.*loss_weights="token"', fa2patch.errors.BadBatch):

@@ -22,17 +22,16 @@ pytest.importorskip("accelerate")
 LENGTHS = (5, 4, 7)
 ROWS = [documents(*LENGTHS, seed=seed) for seed in range(4)]
 
+# Trainer logs four digits. Labels across boundaries, or their number, change the loss by more than 10 %.
 TOLERANCE = 1e-3
-"""Trainer logs four digits. Labels across boundaries, or their number, change the loss by more than 10 %."""
 
 
 def of_padded(features):
-    """Collate rows of three documents as a padded batch."""
     return padded([doc for feature in features for doc in feature["input_ids"].split(list(LENGTHS))])
 
 
 def of_packed(features):
-    """Collate as Transformers' default collator does: rows are stacked, and no label is masked."""
+    # Transformers' default collator does so: rows are stacked, and no label is masked.
     return {name: torch.stack([feature[name] for feature in features]) for name in features[0]}
 
 
@@ -88,7 +87,7 @@ def shifted_loss(logits, labels):
 
 
 class OwnLoss(transformers.Trainer):
-    """A Trainer that computes the loss by itself, as many people write it."""
+    # Many people write such a Trainer, which computes the loss by itself.
 
     def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
         labels = inputs.pop("labels")
@@ -99,14 +98,14 @@ class OwnLoss(transformers.Trainer):
 
 @dataclasses.dataclass
 class WithoutHash(transformers.Trainer):
-    """A dataclass compares its objects by their fields, so they have no hash (TRL's experimental KTOTrainer)."""
+    # A dataclass compares its objects by their fields, so they have no hash (TRL's experimental KTOTrainer).
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
 
 
 def moved(trainer):
-    """Return how far the weights are after a step."""
+    # How far the weights are after a step.
     trainer.train()
     return float((trainer.model.lm_head.weight - llama().lm_head.weight).detach().norm())
 
@@ -116,7 +115,7 @@ def evaluated(trainer):
 
 
 def counted(prediction):
-    """Metrics get the logits and labels of whole rows. Labels across boundaries do not count in them."""
+    # Metrics get the logits and labels of whole rows. Labels across boundaries do not count in them.
     logits, labels = torch.tensor(prediction.predictions), torch.tensor(prediction.label_ids)
     found, counted = logits[:, :-1].argmax(-1), labels[:, 1:] != -100
     return {"counted": float(counted.sum()), "right": float((found == labels[:, 1:])[counted].sum())}
@@ -161,7 +160,7 @@ def test_compute_loss_func(tmp_path):
 
 
 def test_labels_that_are_shifted_beforehand(tmp_path):
-    """``shift_labels`` are counted as they are, by releases that know them."""
+    # Releases that know ``shift_labels`` count them as they are.
     if not takes_any_name(llama()):
         pytest.skip(f"Llama of Transformers {transformers.__version__} takes no shift_labels")
 
@@ -174,7 +173,7 @@ def test_labels_that_are_shifted_beforehand(tmp_path):
 
 @pytest.mark.slow
 def test_rows_that_say_it_by_lengths(tmp_path):
-    """Also under another framework's name."""
+    # Also under another framework's name.
 
     def with_lengths(features):
         batch = of_packed(features)
@@ -207,7 +206,7 @@ def test_transformers_own_flattening_collator_cannot_keep_first_labels(tmp_path)
 
 @pytest.mark.parametrize("name", OF_THEIR_OWN)
 def test_a_flattening_collator_keeps_first_labels_that_are_of_their_own_tokens(tmp_path, name):
-    """README's lines for a Trainer, with a model that does not shift its labels."""
+    # These are README's lines for a Trainer, with a model that does not shift its labels.
     cls = getattr(transformers, name)
     collate = fa2patch.DataCollatorWithFlattening()
     given = [{"input_ids": doc.tolist(), "labels": (doc % 3).tolist()} for docs in ROWS for doc in docs]
@@ -233,7 +232,7 @@ def test_a_flattening_collator_keeps_first_labels_that_are_of_their_own_tokens(t
 
 
 def rows_of_their_own(features):
-    """Collate padded rows whose labels are of their own tokens."""
+    # The rows are padded, and their labels are of their own tokens.
     batch = padded([torch.tensor(feature["input_ids"]) for feature in features])
     labels = [torch.tensor(feature["labels"]) for feature in features]
     batch["labels"] = torch.nn.utils.rnn.pad_sequence(labels, batch_first=True, padding_value=IGNORED)
@@ -242,7 +241,7 @@ def rows_of_their_own(features):
 
 @pytest.mark.slow
 def test_our_collator_is_as_before(tmp_path):
-    """Its labels are masked already, so Trainer counts what is predicted."""
+    # Our collator's labels are masked already, so Trainer counts what is predicted.
     collate = fa2patch.DataCollatorWithFlattening()
     given = [{"input_ids": doc} for docs in ROWS for doc in docs]
     model = patched()
@@ -279,7 +278,7 @@ def test_a_trainer_of_a_model_that_is_not_transformers_is_left_alone(tmp_path):
 
 
 def test_columns_that_never_reach_the_model_are_no_error(tmp_path):
-    """A Trainer of one's own may take them out. If they reach the model, its forward says what is wrong with them."""
+    # A Trainer of one's own may take them out. If they reach the model, its forward says what is wrong with them.
     trainer = trainer_of(of_packed, tmp_path, True)
     batch = {**of_packed(rows()[:2]), "seq_lengths": torch.tensor([3])}
     assert torch.equal(trainer._prepare_inputs(batch)["labels"], batch["labels"])

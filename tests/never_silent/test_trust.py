@@ -33,7 +33,7 @@ def build():
 
 @pytest.fixture(params=[local_until_0_13, local_from_0_17])
 def loaded(request, monkeypatch, tmp_path):
-    """What the package ``kernels`` was asked for, in a working directory with folders of many names."""
+    # The package ``kernels`` is asked in a working directory with folders of many names.
     calls = []
     package = ModuleType("kernels")
     package.__spec__ = ModuleSpec("kernels", loader=None)
@@ -80,7 +80,7 @@ def test_anything_else_is_refused(source, loaded):
 
 
 def test_a_missing_folder_is_no_repository(loaded):
-    """The package says what it did not find."""
+    # The package says what it did not find.
     kernels.named("hub:./org/missing").available()
     assert loaded[0][0] == "folder"
 

@@ -11,7 +11,7 @@ from compat_matrix import tiny_models
 
 
 def applied(family: str) -> Any:
-    """Return the patch, or the message if ``apply`` refuses the model."""
+    # The result is the message if ``apply`` refuses the model.
     try:
         return fa2patch.apply(tiny_models.build(family))
     except fa2patch.Fa2PatchError as error:

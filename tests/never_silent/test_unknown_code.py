@@ -38,7 +38,7 @@ from fa2patch.upstream.find_layers import ModelLayers
 
 
 class MixingActivation:
-    """A plain callable in the place of an activation."""
+    # A plain callable in the place of an activation.
 
     def __call__(self, values):
         return torch.nn.functional.silu(mixed(values))
@@ -84,7 +84,7 @@ def own_forward(model):
 
 
 def wrapped_forward(model):
-    """``functools.wraps`` copies the ``__module__`` of Transformers' function."""
+    # ``functools.wraps`` copies the ``__module__`` of Transformers' function.
     mlp = mlp_of(model)
     inner = mlp.forward
     mlp.forward = functools.wraps(inner)(lambda *given, **named: mixed(inner(*given, **named)))
@@ -107,7 +107,7 @@ def behind_the_mlp(make):
 
 
 def call_of_its_class(model):
-    """The forward is the class's; the call goes around it."""
+    # The forward is the class's, and the call goes around it.
     mlp = mlp_of(model)
     mlp.__class__ = type(
         "Called", (type(mlp),), {"__call__": lambda self, hidden: mixed(super(type(self), self).__call__(hidden))}
@@ -168,7 +168,7 @@ def test_what_mixes_tokens_is_refused(mix, after):
 
 
 def test_a_function_is_found_under_any_name():
-    """BERT's activation has a name that comes after ``forward`` in the alphabet."""
+    # BERT's activation has a name that comes after ``forward`` in the alphabet.
     model = of_family("bert:masked")
     intermediate = model.bert.encoder.layer[0].intermediate
     vars(intermediate)["_modules"].pop("intermediate_act_fn", None)
@@ -200,7 +200,7 @@ def test_a_forward_replaced_on_the_class_is_refused(name, monkeypatch):
 
 
 def of_linear(change):
-    """A hook that is registered for all modules, and changes what linear ones are given or return."""
+    # The hook is registered for all modules, and changes what linear ones are given or return.
     return lambda module, given, output=None: change(given, output) if isinstance(module, torch.nn.Linear) else None
 
 
@@ -231,7 +231,7 @@ def test_a_hook_of_all_modules_is_refused(where, after):
 
 @pytest.mark.parametrize("after", [False, True], ids=["before apply", "after a packed batch"])
 def test_a_function_replaced_in_a_modeling_file_is_refused(after, monkeypatch):
-    """Other packages put their rotary embedding there."""
+    # Other packages put their rotary embedding there.
     modeling = transformers.models.llama.modeling_llama
     inner = modeling.apply_rotary_pos_emb
 
@@ -307,7 +307,7 @@ def test_models_as_they_came_need_no_proof(family):
     ],
 )
 def test_hooks_of_deepspeeds_engine_need_no_proof_and_its_layers_do(module, is_known, tmp_path, monkeypatch):
-    """Under Ulysses no rank could prove them by itself, and every model that the engine holds has them."""
+    # Under Ulysses no rank could prove them by itself, and every model that the engine holds has them.
     *packages, name = module.split(".")
     for count in range(1, len(packages) + 1):
         (folder := tmp_path.joinpath(*packages[:count])).mkdir()
@@ -332,7 +332,7 @@ def only_in_training(inner):
 
 
 def gate(inner):
-    """An adapter whose gate is zero at first, so that it lets nothing through but gradients."""
+    # The adapter's gate is zero at first, so that it lets nothing through but gradients.
     zero = torch.nn.Parameter(torch.zeros(()))
     return Around(inner, lambda self, states: (output := self.inner(states)) + self.gate * output.cumsum(1), gate=zero)
 
@@ -379,7 +379,7 @@ def test_what_begins_to_mix_is_found_at_the_next_power_of_two():
 
 
 def test_a_forward_that_takes_the_place_of_another_one_is_noticed():
-    """It may lie at the same address."""
+    # The other forward may lie at the same address.
     model = llama()
     mlp = model.model.layers[0].mlp
     mlp.forward = types.MethodType(lambda self, hidden: type(self).forward(self, hidden), mlp)
@@ -394,7 +394,7 @@ def test_a_forward_that_takes_the_place_of_another_one_is_noticed():
 
 
 class Reward(transformers.LlamaPreTrainedModel):
-    """A head of one's own, whose forward returns values in one of many forms."""
+    # The forward of this head returns values in one of many forms.
 
     def __init__(self, config, form):
         super().__init__(config)

@@ -35,7 +35,7 @@ def test_a_module_that_mixes_is_named_on_every_packed_batch(mix, way, training):
 
 @pytest.mark.parametrize("mix", MIXING)
 def test_asked_not_to_look_it_does_not(mix):
-    """The caller takes responsibility with ``prove=False``; ``verify`` still finds the leak."""
+    # The caller takes responsibility with ``prove=False``. ``verify`` still finds the leak.
     model = llama()
     mix(model)
     fa2patch.apply(model, prove=False)
@@ -54,7 +54,7 @@ def test_a_module_that_shows_only_one_document_to_others_is_named(docs):
 
 @pytest.mark.parametrize("leaks", [False, True])
 def test_what_a_kernel_does_not_compute_twice_alike_is_no_leak_and_hides_no_leak_of_gradients(leaks):
-    """Runs with other tokens differ from the first by noise alone, less than twice as much as the same run does."""
+    # Runs with other tokens differ from the first by noise alone, less than twice as much as the same run does.
 
     def unsteady(self, hidden):
         return self.inner(hidden) * (1 + (self.noise.pop(0) if self.noise else 0.0))
@@ -110,7 +110,7 @@ def test_prove_takes_three_values():
 
 
 def test_the_proof_leaves_random_numbers_and_gradients_as_they_were():
-    """Training does not depend on whether the first batch was proven."""
+    # Training must not depend on whether the first batch was proven.
     states = []
     for prove in (True, False):
         model = patched(llama(attention_dropout=0.1).train(), prove=prove)
@@ -177,7 +177,7 @@ def test_autocast_around_a_forward_that_is_proven_ends_with_it():
 
 
 def test_the_first_batch_under_autocast_has_all_gradients():
-    """A cast of a weight that the proof made would be in autocast's cache, without a gradient."""
+    # A cast of a weight that the proof made would be in autocast's cache, without a gradient.
     found = []
     for prove in (None, False):
         model = llama()

@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 
 def shown_to(inner, token, first, last):
-    """Shows one token of the row to the tokens from ``first`` to ``last``."""
+    # Shows one token of the row to the tokens from ``first`` to ``last``.
 
     def compute(self, hidden):
         hidden = hidden.clone()
@@ -80,7 +80,7 @@ def test_a_module_that_shows_a_parent_to_what_continues_it_is_no_leak(row, token
 
 
 def test_a_module_that_shows_a_parent_by_its_place_in_the_row_is_not_as_alone():
-    """The second chain alone has other tokens at these places."""
+    # The second chain alone has other tokens at these places.
     with pytest.raises(fa2patch.errors.PackingNotIsolated, match="than in a row of its own"):
         shows(9, 12, 14)(**rows_of_segments(CHAINS))
 
@@ -96,7 +96,7 @@ def test_what_is_proven_harmless_is_computed(row):
 
 
 def along_trees(inner):
-    """Knows where position ids are 0 and adds up from there: documents are apart, and branches are not."""
+    # The module knows where position ids are 0 and adds up from there: documents are apart, and branches are not.
 
     def compute(self, hidden):
         ends = [*self.starts[1:], hidden.shape[1]]
@@ -143,7 +143,7 @@ def test_a_compiled_tree_is_proven_on_an_example():
 
 
 def test_the_example_of_a_tree_shows_a_leak_between_siblings():
-    """The second document, or the first branch of the example's tree, is shown to the third."""
+    # The second document, or the first branch of the example's tree, is shown to the third.
     patch = fa2patch.status(shows(7, 19, 20))
     assert "in some segments" in examining._examined(patch.examination.number, True)
     assert "in some documents" in examining._examined(patch.examination.number, False)

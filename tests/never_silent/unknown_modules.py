@@ -11,7 +11,7 @@ def mixed(values):
 
 
 class Around(torch.nn.Module):
-    """A module around another one. ``compute(self, states)`` is what it returns."""
+    # ``compute(self, states)`` is what the module returns.
 
     def __init__(self, inner, compute, **held):
         super().__init__()
@@ -24,23 +24,23 @@ class Around(torch.nn.Module):
 
 
 def cumulative(inner):
-    """Adds up the row's tokens, and so sees other documents."""
+    # It adds up the row's tokens, and so sees other documents.
     return Around(inner, lambda self, states: self.inner(states.cumsum(1) / states.shape[1]))
 
 
 def harmless(inner):
-    """Looks at one token at a time."""
+    # It looks at one token at a time.
     return Around(inner, lambda self, states: 2 * self.inner(states))
 
 
 def shows_the_second(inner):
-    """Shows the second document's first token to all others, and no other document to the second."""
+    # The second document's first token is shown to all others, and no other document to the second.
     second = len(DOCS[0])
     return Around(inner, lambda self, states: self.inner(states + 8 * states[:, second : second + 1]))
 
 
 class OneWay(torch.autograd.Function):
-    """Computes nothing, and mixes gradients."""
+    # It computes nothing, and mixes gradients.
 
     @staticmethod
     def forward(ctx, values):
@@ -61,7 +61,7 @@ def wrapped_mlp(model, kind=cumulative):
 
 
 class Routed(torch.nn.Module):
-    """Hands each token to one of several matrices, which round by the number of tokens that they get."""
+    # Each token is handed to one of several matrices, which round by the number of tokens that they get.
 
     def __init__(self, size, many=4):
         super().__init__()
@@ -80,19 +80,19 @@ class Routed(torch.nn.Module):
 
 
 def routed_mlps(model):
-    """A mixture of experts of which no module's name tells."""
+    # A mixture of experts of which no module's name tells.
     for layer in model.model.layers:
         layer.mlp = Routed(model.config.hidden_size)
 
 
 def behind_the_mlp(model, added, at=1):
-    """Put a module, or a function of a module and its states, behind a layer's MLP."""
+    # ``added`` is a module, or a function of a module and its states.
     layer = model.model.layers[at]
     layer.mlp = torch.nn.Sequential(layer.mlp, added if isinstance(added, torch.nn.Module) else Around(None, added))
 
 
 class AddsUp:
-    """The same as :func:`cumulative` as a subclass of the model's own MLP."""
+    # The same as :func:`cumulative`, as a subclass of the model's own MLP.
 
     def forward(self, hidden):
         return super().forward(hidden.cumsum(1) / hidden.shape[1])
@@ -105,7 +105,7 @@ def subclassed_mlp(model):
 
 
 class WithAttention(torch.nn.Module):
-    """A layer preceded by torch's own attention, which sees the whole row."""
+    # torch's own attention, which sees the whole row, runs before the layer.
 
     def __init__(self, inner, size):
         super().__init__()

@@ -15,7 +15,7 @@ PRESENT = [name for name in ARCHITECTURES if tiny_models.is_present(name)]
 
 @functools.cache
 def models(architecture):
-    """Return an unpatched model, and an assistant of the same architecture with other weights."""
+    # The assistant has the same architecture with other weights.
     cls = tiny_models.model_class(architecture)
     implementation = "sdpa" if getattr(cls, "_supports_sdpa", False) else "eager"
     model, assistant = (tiny_models.build(architecture, implementation) for _ in range(2))
@@ -26,23 +26,18 @@ def models(architecture):
 
 
 def tokens(rows, length):
-    """Return random token ids ``[rows, length]``."""
     return torch.randint(3, tiny_configs.VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(3))
 
 
 def ones_and_zeros(rows):
-    """Return a mask from rows written as ``"110111"``."""
+    # Rows are written as "110111".
     return torch.tensor([[int(one) for one in row] for row in rows])
 
 
 def require_as_unpatched(architecture, call):
-    """Require that a call returns the same tensors, bit for bit, with both models patched and with both unpatched.
-
-    If the unpatched call fails, the patched one has to fail with the same type of error.
-
-    Args:
-        call: takes the model and the assistant and returns a dictionary of tensors.
-    """
+    # The tensors must be the same, bit for bit, with both models patched and with both unpatched. If the unpatched call
+    # fails, the patched one has to fail with the same type of error.
+    # ``call`` takes the model and the assistant and returns a dictionary of tensors.
     model, assistant = models(architecture)
     expected = _outcome(call, model, assistant)
     with fa2patch.apply(model), fa2patch.apply(assistant):

@@ -5,7 +5,7 @@ import pytest
 
 @pytest.fixture
 def process(monkeypatch):
-    """Return a function that makes this process one of several, as torchrun does."""
+    # torchrun makes a process one of several in this way.
 
     def become(processes, rank):
         monkeypatch.setenv("WORLD_SIZE", str(processes))

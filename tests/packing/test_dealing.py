@@ -59,7 +59,7 @@ def test_a_rank_cuts_its_batch_into_the_passes_that_were_planned(lengths, room, 
 
 @pytest.mark.parametrize(("mean", "ranks"), [(1000, 4), (1400, 3)])
 def test_full_passes_of_lengths_that_are_alike(mean, ranks):
-    """Longest first does not fill these passes: the rows of ``fewest_rows`` are dealt, which are fewer."""
+    # Longest first does not fill these passes: the rows of ``fewest_rows`` are dealt, which are fewer.
     lengths = np.random.default_rng(0).normal(mean, mean / 20, 20 * ranks * (4096 // mean)).astype(int)
     best = len(plan(lengths, 4096, "best_fit_decreasing"))
     rows = len(plan(lengths, 4096))

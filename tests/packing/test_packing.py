@@ -68,7 +68,7 @@ def test_mini_batches_keep_their_number(lengths, batch_size):
 
 
 def example_by_example(lengths, budget, best):
-    """Pack one example at a time, as in textbooks, and return the lengths in each bin."""
+    # Textbooks pack so. Returned are the lengths in each bin.
     spaces, bins = [], []
     for length in sorted(lengths, reverse=True):
         fits = [at for at, space in enumerate(spaces) if space >= length]
@@ -93,7 +93,7 @@ def test_a_length_at_a_time_gives_what_an_example_at_a_time_gives(strategy, leng
 
 
 def fewest_bins(lengths, budget):
-    """Return the optimum, found by putting each example into every bin. Of bins with equal space one is tried."""
+    # Each example is put into every bin. Of bins with equal space one is tried.
     best = len(lengths)
 
     def place(at, spaces):
@@ -116,7 +116,7 @@ def fewest_bins(lengths, budget):
 @DRAWN
 @given(lengths=st.lists(st.integers(1, 20), min_size=1, max_size=8), room=st.integers(0, 15))
 def test_against_the_optimum(lengths, room):
-    """The decreasing strategies need at most 1.5 times the fewest bins (Simchi-Levi 1994), next fit twice as many."""
+    # The decreasing strategies need at most 1.5 times the fewest bins (Simchi-Levi 1994), next fit twice as many.
     budget = max(lengths) + room
     fewest = fewest_bins(lengths, budget)
     assert plan(lengths, budget).lower_bound <= fewest
@@ -164,7 +164,7 @@ def test_rows_that_cannot_be_full_are_nearly_as_few_as_possible(mean, share):
 
 
 def test_the_time_for_a_plan_is_bounded(monkeypatch):
-    """What is left after a try is planned again, and with it nothing may be planned more than four times in all."""
+    # What is left after a try is planned again, and with it nothing may be planned more than four times in all.
     planned, fill = [], strategies._best_fit
     monkeypatch.setattr(strategies, "_best_fit", lambda sizes, *rest: planned.append(len(sizes)) or fill(sizes, *rest))
     for mean, share in ((1500, 0.15), (1650, 0.1), (1000, 0.3)):
@@ -200,7 +200,7 @@ def test_sorted_rows_hold_examples_of_like_length():
 
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_rows_that_are_grouped_by_length_come_in_random_order(ranks):
-    """Lengths that go down and up again in cycles show in the loss, so whole rows are shuffled after the grouping."""
+    # Lengths that go down and up again in cycles show in the loss, so whole rows are shuffled after the grouping.
     sampler = PackedBatchSampler(FLAN_LIKE, 4096, ranks, 0, strategy="sorted")
     orders = []
     for epoch in range(3):
@@ -234,7 +234,7 @@ def test_a_seed_gives_one_plan_and_seeds_differ(strategy):
 
 
 def test_rows_are_not_in_the_order_of_lengths():
-    """Without a seed the rows with the longest examples come first. A seed shuffles the rows."""
+    # Without a seed the rows with the longest examples come first. A seed shuffles the rows.
     longest = np.array([FLAN_LIKE[row].max() for row in plan(FLAN_LIKE, 4096)])
     unshuffled = np.array([FLAN_LIKE[row].max() for row in plan(FLAN_LIKE, 4096, seed=None)])
     place = np.arange(len(longest))
@@ -567,7 +567,7 @@ def dataset(count):
 
 
 def mean_loss(model, examples):
-    """Return the mean over all labels, each example run alone."""
+    # The mean is over all labels, with each example run alone.
     losses = [
         model(input_ids=torch.tensor([e["input_ids"]]), labels=torch.tensor([e["input_ids"]])).loss for e in examples
     ]
@@ -596,7 +596,7 @@ def test_an_epoch_on_two_ranks_is_the_dataset_end_to_end():
 
 @pytest.mark.parametrize("processes", [1, 2, 3])
 def test_accelerate_deals_what_the_ranks_would_take(processes):
-    """Accelerate splits the rows of all ranks itself and sets the epoch. Each rank gets the sampler's own rows."""
+    # Accelerate splits the rows of all ranks itself and sets the epoch. Each rank gets the sampler's own rows.
     from accelerate.data_loader import DataLoaderShard, prepare_data_loader
 
     examples, lengths = dataset(50)

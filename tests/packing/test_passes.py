@@ -60,7 +60,7 @@ def test_every_token_is_in_exactly_one_pass_within_the_budget(lengths: list[int]
 @settings(max_examples=30, deadline=None)
 @given(st.lists(LISTS, min_size=1, max_size=5), st.integers(40, 90), st.sampled_from(sorted(KINDS)))
 def test_ranks_make_as_many_passes_within_the_budget(ranks: list[list[int]], budget: int, kind: str) -> None:
-    """Passes beyond a rank's documents have nothing to learn."""
+    # Passes beyond a rank's documents have nothing to learn.
     batches = [KINDS[kind](lengths) for lengths in ranks]
     needed = max(len(passes(batch, budget)) for batch in batches)
     for lengths, batch in zip(ranks, batches):
@@ -175,7 +175,7 @@ def test_shares_need_labels() -> None:
 
 @pytest.mark.parametrize("width", [4, 3])
 def test_prompts_and_completions_count_with_their_padding(width: int) -> None:
-    """GRPO's batches hold them apart, in tensors of their own widths, or by chance of one."""
+    # GRPO's batches hold them apart, in tensors of their own widths, or by chance of one.
     batch = {
         "prompt_ids": torch.tensor([[0, 0, 5, 6], [7, 8, 9, 5]])[:, 4 - width :],
         "prompt_mask": torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])[:, 4 - width :],

@@ -13,7 +13,6 @@ LENGTHS = np.random.default_rng(1).integers(1, 4097, 600)
 
 @pytest.fixture
 def accelerator():
-    """Return a function that makes an Accelerator in this process and sets its ParallelismConfig."""
     accelerate = pytest.importorskip("accelerate", minversion="1.12")
     state = accelerate.state.AcceleratorState
     state._reset_state(True)

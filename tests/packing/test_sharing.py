@@ -20,6 +20,7 @@ from fa2patch.packing import PackingError, Shared, share
 DRAWN = settings(deadline=None, derandomize=True, database=None, max_examples=100)
 SEQUENCES = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), min_size=1, max_size=14)
 SYSTEM, FIRST, SECOND = [5, 6, 7, 8, 9], [20, 21, 22], [30, 31]
+# A system prompt, two prompts below it, and completions below each. One sequence is alone.
 NESTED = [
     [*SYSTEM, *FIRST, 40, 41],
     [*SYSTEM, *SECOND, 50],
@@ -28,7 +29,6 @@ NESTED = [
     [*SYSTEM, *FIRST, 40, 41, 43],
     [*SYSTEM, *SECOND, 51, 52, 53, 54],
 ]
-"""A system prompt, two prompts below it, and completions below each. One sequence is alone."""
 PROMPTS = [8, 7, 8, 0, 8, 7]
 
 
@@ -40,7 +40,7 @@ def arguments(draw: Any) -> tuple[list[list[int]], list[int] | None]:
 
 
 def segments(row: Shared) -> list[tuple[int, int, int]]:
-    """Return (start, stop, parent) of each segment."""
+    # (start, stop, parent) of each segment.
     ends = row.batch["cu_seq_lens_q"].tolist()
     return list(zip(ends, ends[1:], row.batch["segment_parents"].tolist()))
 
@@ -52,10 +52,8 @@ def boundaries(row: Shared) -> fa2patch.Boundaries:
 
 
 def from_the_definition(sequences: list[list[int]], limits: list[int]) -> tuple[int, int]:
-    """Count the tokens of the tree with all common prefixes, and these prefixes.
-
-    Each distinct prefix is one token. Where k branches part, the last token that they share is there k times.
-    """
+    # The tokens of the tree with all common prefixes, and the number of these prefixes. Each distinct prefix is one
+    # token. Where k branches part, the last token that they share is there k times.
     branches: dict[tuple[int, ...], set[Any]] = defaultdict(set)
     for number, (sequence, limit) in enumerate(zip(sequences, limits)):
         for end in range(1, limit + 1):
@@ -100,7 +98,7 @@ def test_everything_in_common_is_there_once(drawn: Any) -> None:
 @DRAWN
 @given(sequences=SEQUENCES)
 def test_no_two_segments_could_have_been_merged(sequences: list[list[int]]) -> None:
-    """Those that continue the same segment begin with one token in common, their own copy of the last shared one."""
+    # Those that continue the same segment begin with one token in common, their own copy of the last shared one.
     row = share(sequences, least=1)
     ids, beginnings = row.batch["input_ids"][0].tolist(), defaultdict(list)
     for start, stop, parent in segments(row):

@@ -122,7 +122,7 @@ def test_no_pass_is_padded_beyond_the_budget(to: object, lengths: set[int]) -> N
 
 
 def test_padding_is_no_longer_than_the_longest_document_may_be() -> None:
-    """A nearly empty pass would have been an error, and attention over its padding costs the most."""
+    # A nearly empty pass would have been an error, and attention over its padding costs the most.
     model = tiny_llama()
     fa2patch.apply(model)
     (part,) = passes(packed([5, 9]), BUDGET, pad_to_multiple_of=BUDGET, max_documents=4, longest_document=16)
@@ -172,7 +172,7 @@ def test_options_that_cannot_be(batch: object, options: dict[str, Any], said: st
 
 
 def test_a_document_longer_than_stated_is_an_error() -> None:
-    with pytest.raises(PackingError, match="longest_document=32, but a document of the batch has 60 tokens"):
+    with pytest.raises(PackingError, match="longest_document=32, but a document of the row, or its padding, has 60"):
         passes(packed(LENGTHS), BUDGET, longest_document=32)
 
 

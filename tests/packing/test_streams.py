@@ -111,7 +111,7 @@ def test_the_fill_is_that_of_the_rows_so_far():
 
 
 class Document(list):
-    """A list that can be counted."""
+    # A list that can be counted.
 
     __hash__ = object.__hash__
 
@@ -144,14 +144,14 @@ def test_no_more_is_held_than_the_buffer(saves):
 
 
 class Whole(IterableDataset):
-    """Examples that are the same in every worker and rank."""
+    # The examples are the same in every worker and rank.
 
     def __iter__(self):
         yield from EXAMPLES
 
 
 class SplitByWorker(IterableDataset):
-    """Examples of which every worker gives its own part, as those of datasets do."""
+    # Every worker gives its own part of the examples, as those of datasets do.
 
     def __iter__(self):
         worker = get_worker_info()
@@ -159,7 +159,7 @@ class SplitByWorker(IterableDataset):
 
 
 class SplitByRank(IterableDataset):
-    """Examples of which every rank gives its own part, and every worker of it one of its own."""
+    # Every rank gives its own part of the examples, and every worker of it one of its own.
 
     def __iter__(self):
         worker = get_worker_info()
@@ -223,7 +223,7 @@ def test_what_datasets_has_split_is_not_split_again(process):
 @pytest.mark.parametrize("file", ["accelerate.data_loader", "transformers.trainer_pt_utils"])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_rows_that_are_dealt_to_ranks_are_not_split(file, workers, process):
-    """The last rows may be repeated, so that all ranks have as many."""
+    # The last rows may be repeated, so that all ranks have as many.
     shard = pytest.importorskip(file).IterableDatasetShard
     rows, found = stream(EXAMPLES, 16, 5), Counter()
     for rank in range(2):
@@ -244,7 +244,7 @@ def test_a_file_that_is_open_is_not_read_by_several_workers(tmp_path):
 
 
 def test_a_worker_that_is_started_anew_knows_its_rank(monkeypatch):
-    """It has no group of processes, and the environment need not say its rank."""
+    # Such a worker has no group of processes, and the environment need not say its rank.
     rows = stream(EXAMPLES, 16, 5, ranks="split")
     with monkeypatch.context() as patched:
         patched.setattr(torch.distributed, "is_initialized", lambda: True)
@@ -260,7 +260,7 @@ def test_a_worker_that_is_started_anew_knows_its_rank(monkeypatch):
 
 
 class Saved(Whole):
-    """Examples that save their position, as an IterableDataset of datasets does: a loaded one stays loaded."""
+    # The examples save their position, as an IterableDataset of datasets does: a loaded one stays loaded.
 
     def __init__(self, examples=EXAMPLES, shuffled=0):
         self.examples, self.shuffled = examples, shuffled
@@ -440,7 +440,7 @@ def test_torchdatas_loader_resumes_at_any_row(examples, workers):
 @pytest.mark.parametrize("workers", [0, 1, 2])
 @pytest.mark.parametrize("shuffled", [False, True])
 def test_an_iterable_dataset_of_datasets(workers, shuffled, process):
-    """It splits itself by workers, knows whether it was split by ranks, and saves its position."""
+    # It splits itself by workers, knows whether it was split by ranks, and saves its position.
     datasets = pytest.importorskip("datasets", minversion="3")
     distributed = pytest.importorskip("datasets.distributed")
 

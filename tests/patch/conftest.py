@@ -7,7 +7,7 @@ from compat_matrix.check.rows import alone, documents
 
 @pytest.fixture
 def graphs():
-    """Give a list of graphs, and a backend that adds each graph to it and runs the graph unchanged."""
+    # The backend adds each graph to the list and runs it unchanged.
     torch._dynamo.reset()
     seen = []
 
@@ -31,5 +31,4 @@ def docs():
 
 @pytest.fixture
 def expected(docs):
-    """The logits of the documents alone."""
     return alone(tiny_models.build("llama", "eager"), docs)

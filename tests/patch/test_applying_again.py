@@ -15,8 +15,6 @@ from fa2patch.kernels.reference import Reference
 
 
 class Counting(Reference):
-    """The reference under another name. It counts its calls."""
-
     name = "counting"
     calls = 0
 
@@ -157,6 +155,6 @@ def test_a_compiled_model_switches(model, docs, counting):
 
 
 def test_a_graph_that_was_captured_before_is_captured_again(model):
-    """A graph holds the number of the examination, so that another argument ``prove`` reaches compiled models too."""
+    # A graph holds the number of the examination, so that another argument ``prove`` reaches compiled models too.
     number = fa2patch.apply(model).examination.number
     assert fa2patch.apply(model, prove=True).examination.number != number

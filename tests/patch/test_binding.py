@@ -22,7 +22,8 @@ from fa2patch.upstream.seams import formula, interface
 
 
 class User:
-    """An object that needs a binding. Bindings hold it weakly."""
+    # Bindings hold their users weakly.
+    pass
 
 
 class Owner:
@@ -52,7 +53,7 @@ def ours_where_absent(original):
 
 @pytest.fixture
 def owner():
-    """Return a class made for this test, with a method and a static method."""
+    # Each test has a class of its own, with a method and a static method.
     return type("Owner", (), dict(vars(Owner)))
 
 
@@ -64,7 +65,7 @@ def user():
 
 
 def as_found(owner):
-    """Return the namespace's items in order, by identity, because they are functions and descriptors."""
+    # Items are compared by identity, because they are functions and descriptors.
     return [(name, id(value)) for name, value in vars(owner).items()]
 
 
@@ -149,7 +150,7 @@ def test_users_are_held_weakly(owner, forgotten):
 
 
 def forgotten(owner):
-    """Bind for a user that only the collector finds."""
+    # Only the collector finds this user.
     user = User()
     user.itself = user
     return bind(owner, "method", ours, user)
@@ -174,7 +175,7 @@ def test_what_is_forgotten_inside_a_change_is_undone_at_its_end(owner):
 
 
 def test_a_finalizer_waits_for_no_other_thread(owner):
-    """Its thread may hold what the other thread waits for."""
+    # The finalizer's thread may hold what the other thread waits for.
     found, inside, done = as_found(owner), threading.Event(), threading.Event()
     forgotten(owner)
 
@@ -230,7 +231,7 @@ def test_a_factory_that_raises_leaves_nothing(owner, user):
 
 
 class ByHand:
-    """Other code's patch, which puts back the value that it saved."""
+    # Other code's patch puts back the value that it saved.
 
     def __init__(self, owner):
         saved = self.saved = vars(owner)["method"]
@@ -264,6 +265,7 @@ class ByWrapt:
         owner.method = self.saved
 
 
+# What the method returns after each step, and the state of our binding where it says something.
 STEPS = {
     ("ours", "theirs", "undo theirs", "undo ours"): [
         ("ours(stock)", "applied"), ("theirs(ours(stock))", "covered"), ("ours(stock)", "applied"), ("stock", None),
@@ -279,7 +281,6 @@ STEPS = {
         ("theirs(stock)", None), ("ours(theirs(stock))", "applied"), ("stock", "covered"), ("stock", None),
     ],
 }  # fmt: skip
-"""What the method returns after each step, and the state of our binding where it says something."""
 
 ORDERS = tuple(STEPS)
 
@@ -448,7 +449,7 @@ for order in {orders}:
 
 @pytest.fixture(scope="module")
 def on_llama():
-    """Return a function that runs every order in a fresh process, with the given order of imports."""
+    # Every order runs in a fresh process, with the given order of imports.
     reports = {}
 
     def report(imports):

@@ -97,7 +97,7 @@ def test_the_kernel_in_the_graph_is_the_one_that_was_picked(graphs):
 
 @pytest.mark.slow
 def test_gradients_through_the_compilers_own_autograd():
-    """Documents are isolated bit for bit with AOTAutograd, too, which torch.compile's compiling backends use."""
+    # Documents are isolated bit for bit with AOTAutograd, too, which torch.compile's compiling backends use.
     torch._dynamo.reset()
     model = on_the_interface_seam("llama")
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
@@ -108,7 +108,7 @@ def test_gradients_through_the_compilers_own_autograd():
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["mistral", "gemma2", "gemma3", "gpt_oss"])
 def test_a_row_of_one_document_between_packed_ones_of_a_model_with_a_window(family):
-    """AOTAutograd reshapes an operator's results without a copy, as their fake ones say that it can."""
+    # AOTAutograd reshapes an operator's results without a copy, as their fake ones say that it can.
     torch._dynamo.reset()
     model = on_the_interface_seam(family, sliding_window=4)
     compiled = torch.compile(model, backend="aot_eager", dynamic=True)
@@ -141,7 +141,7 @@ def test_lengths_that_lie_raise_inside_a_graph_too(graphs, spoilt, message):
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_lengths_that_fall_raise_inside_a_graph_too(backend):
-    """The lengths are otherwise valid: ends, starts and the longest document are those of the batch."""
+    # The lengths are otherwise valid: ends, starts and the longest document are those of the batch.
     torch._dynamo.reset()
     compiled = torch.compile(on_the_interface_seam("llama"), backend=backend, fullgraph=True)
     given = {**batch(4, 6, 5), "max_length_q": 15, "max_length_k": 15}
@@ -222,7 +222,7 @@ def scaled_by_the_length(layer, args, kwargs):
 
 @pytest.mark.slow
 def test_a_scale_that_is_a_symbol_of_a_graph(graphs):
-    """A scale may depend on the length, so the options of a layer are no constants of its graph."""
+    # A scale may depend on the length, so the options of a layer are no constants of its graph.
     _, backend = graphs
     model = on_the_interface_seam("llama")
     for layer in model.model.layers:

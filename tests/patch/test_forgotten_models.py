@@ -22,7 +22,7 @@ BATCH = pack(documents(5, 9, 1, 3))
 
 
 def computed(model):
-    """The logits of a packed batch, with the gradient of the embeddings."""
+    # Returned with the gradient of the embeddings.
     logits = model(**BATCH).logits
     model.zero_grad()
     logits.square().sum().backward()
@@ -38,18 +38,18 @@ def namespaces(owners):
 
 
 def by_bindings(frame):
-    """Whether a call is one of the registry of bindings, or made there."""
+    # The call is one of the registry of bindings, or made there.
     return binding.__file__ in (frame.f_code.co_filename, frame.f_back.f_code.co_filename)
 
 
 def forget(model):
-    """Leave a model to the collector, which alone can find it: like most models it is part of a cycle."""
+    # The collector alone can find the model: like most models it is part of a cycle.
     model.itself = model.__dict__
 
 
 @contextlib.contextmanager
 def collected_by_hand():
-    """The collector runs when it is called, and sees only what was made since: it takes microseconds."""
+    # The collector runs when it is called, and sees only what was made since: it takes microseconds.
     gc.collect()
     gc.disable()
     gc.freeze()
@@ -63,7 +63,7 @@ def collected_by_hand():
 
 
 class Life:
-    """A model is patched, computes, is reverted; a forgotten one is collected at one call of Python's in between."""
+    # A model is patched, computes and is reverted. A forgotten one is collected at one call of Python's in between.
 
     def __init__(self, family, other):
         plain = built(family)
@@ -76,7 +76,7 @@ class Life:
         self.run(None)  # what is looked up or imported once in a process is there
 
     def run(self, place):
-        """Live, and collect at a place; at None, nowhere. ``places`` are the calls: whether bindings make them."""
+        # ``places`` are the calls, and whether bindings make them. At None, nothing is collected.
         assert namespaces(self.owners) == self.found and not users()
         forgotten, model, self.places = built(self.other), built(self.family), []
         fa2patch.apply(forgotten)
@@ -106,7 +106,6 @@ class Life:
 
 
 def lived(family, other, chosen):
-    """Live once for each chosen place."""
     life = Life(family, other)
     with collected_by_hand():
         life.run(None)
@@ -117,13 +116,13 @@ def lived(family, other, chosen):
 
 
 def some(places):
-    """Forty of the calls that bindings make, and twenty of all."""
+    # Forty of the calls that bindings make, and twenty of all.
     near = [place for place, by_bindings in enumerate(places) if by_bindings]
     return sorted({*near[:: len(near) // 40], *range(0, len(places), len(places) // 20)})
 
 
+# One for each seam in the releases that have the interface; others have the formula only.
 FAMILIES = ("llama", "gpt_neo")
-"""One for each seam in the releases that have the interface; others have the formula only."""
 
 
 @pytest.mark.parametrize("other", ["the same", "mistral"])
@@ -140,11 +139,8 @@ def test_a_forgotten_model_is_collected_at_every_call(family, other):
 
 
 def in_four_threads(models):
-    """Patch models in four threads; each computes, and is then reverted or forgotten, also after a copy of it.
-
-    The collector runs at random calls of Python's. What a thread does is fixed by its seed, and the order of the
-    threads is the machine's.
-    """
+    # Each model computes, and is then reverted or forgotten, also after a copy of it. The collector runs at random
+    # calls of Python's. What a thread does is fixed by its seed, and the order of the threads is the machine's.
     families = [family for family in ("llama", "mistral", "gpt_neo", "qwen2", "falcon", "phi") if is_present(family)]
     plain, expected, found, owners = {family: built(family) for family in families}, {}, [], []
     for family, model in plain.items():

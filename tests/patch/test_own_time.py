@@ -1,7 +1,7 @@
 """What the patch itself takes of the host, counted in calls of Python: the same on every machine.
 
-If a count has grown for a reason, raise its limit and say why in the commit. ``python -m compat_matrix.bench.own_time``
-prints the counts, and ``compat_matrix.check.reads.calls`` says which functions are called.
+If a count has grown for a reason, raise its limit and say why in the commit. ``python -m compat_matrix.bench --parts
+calls`` prints the counts, and ``compat_matrix.check.reads.calls`` says which functions are called.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def test_a_forward_takes_few_calls_beyond_the_kernel():
 
 
 def test_apply_looks_at_each_module_once():
-    """Twice as many layers take less than twice as many calls."""
+    # Twice as many layers must take less than twice as many calls.
     counts = []
     for layers in (40, 80):
         with torch.device("meta"):

@@ -29,7 +29,6 @@ def build(cls: Any = BertForSequenceClassification) -> Any:
 
 
 def padded(*lengths: int, left: bool = False) -> dict[str, Any]:
-    """A padded batch with rows of these lengths."""
     columns, sizes = torch.arange(max(lengths)), torch.tensor(lengths)[:, None]
     mask = (columns >= max(lengths) - sizes if left else columns < sizes).long()
     ids = torch.randint(3, 99, mask.shape, generator=torch.Generator().manual_seed(1))
@@ -37,7 +36,7 @@ def padded(*lengths: int, left: bool = False) -> dict[str, Any]:
 
 
 class Embedder(torch.nn.Sequential):
-    """Makes batches of texts itself, as the models of sentence-transformers do, and runs no hooks of the model."""
+    # It makes batches of texts itself, as the models of sentence-transformers do, and runs no hooks of the model.
 
     tokenizer = "a tokenizer"
 
@@ -64,7 +63,7 @@ def test_a_head_of_rows_is_given_padded_states() -> None:
 
 
 def test_arguments_may_come_by_position() -> None:
-    """ConvBERT's heads up to 4.57 call their base model so."""
+    # ConvBERT's heads up to 4.57 call their base model so.
     model, batch = build(BertModel), padded(5, 9, 1, 3)
     real = batch["attention_mask"].bool()
     expected = model(**batch).last_hidden_state[real]
@@ -77,7 +76,7 @@ def test_arguments_may_come_by_position() -> None:
 
 @pytest.mark.parametrize("family", ["bert:masked", "gpt2", "gpt_neo", "llama", "opt", "roberta:masked"])
 def test_padding_on_the_left(family: str) -> None:
-    """A model with a table of positions counts padding there, so its batch stays padded without position ids."""
+    # A model with a table of positions counts padding there, so its batch stays padded without position ids.
     model, batch = tiny_models.build(family, "eager").eval(), padded(9, 5, 2, left=True)
     batch["input_ids"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, model.config.pad_token_id or 0)
     real = batch["attention_mask"][..., None]
@@ -88,7 +87,7 @@ def test_padding_on_the_left(family: str) -> None:
 
 
 def test_rows_of_one_token_that_are_padded() -> None:
-    """They stay padded, because there are as many pooled vectors as tokens."""
+    # They stay padded, because there are as many pooled vectors as tokens.
     ids = torch.tensor([[7, 0, 0], [8, 0, 0]])
     batch = {"input_ids": ids, "attention_mask": (ids > 0).long()}
     model = build()
@@ -207,12 +206,11 @@ def test_several_models_are_named() -> None:
 
 
 class OfAnotherRuntime:
-    """A model of ONNX Runtime or OpenVINO, as optimum makes them."""
+    # A model of ONNX Runtime or OpenVINO, as optimum makes them.
 
     config = SimpleNamespace()
 
-    def __call__(self, **batch: Any) -> None:
-        """Compute."""
+    def __call__(self, **batch: Any) -> None: ...
 
 
 def test_a_model_that_torch_does_not_compute() -> None:

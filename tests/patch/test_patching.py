@@ -79,7 +79,7 @@ def test_the_base_model_alone_can_be_patched(model, docs, expected):
 
 @pytest.mark.parametrize("padded", [False, True])
 def test_collator_lengths_end_at_the_base_model(model, docs, expected, padded):
-    """Cohere's base model in 4.47 takes them and hands them to its layers, which do not."""
+    # Cohere's base model in 4.47 takes them and hands them to its layers, which do not.
 
     def takes_no_lengths(layer, args, kwargs):
         found = {*kwargs}.intersection(names.LENGTHS)
@@ -168,7 +168,7 @@ never_collected = []
 
 @pytest.mark.parametrize("time", ["first", "second"])
 def test_the_patches_of_a_test_end_with_it(time):
-    """The fixture in ``tests/conftest.py`` does it, and tests that compare a class with what it was before need it."""
+    # The fixture in ``tests/conftest.py`` does it, and tests that compare a class with what it was before need it.
     model = tiny_models.build("mistral")
     assert not users()
     fa2patch.apply(model)
@@ -176,8 +176,6 @@ def test_the_patches_of_a_test_end_with_it(time):
 
 
 class TestWrappers:
-    """Wrappers that users put around a model."""
-
     def test_compiled(self, model, docs, expected):
         compiled = torch.compile(model, backend="eager")
         fa2patch.apply(compiled)
@@ -274,8 +272,6 @@ def test_a_class_inside_a_function_is_patched_and_its_copy_too(docs):
 
 
 class TestRefusals:
-    """Bad input raises a clear error and changes nothing."""
-
     def check(self, error, match, model, **options):
         owner = tiny_models.model_class("llama")
         before = dict(vars(owner))

@@ -48,7 +48,7 @@ def test_a_row_learns_as_without_padding_and_empty_documents(family, weights):
 
 
 def without_labels(docs):
-    """A row without padding, so that its documents are those of the test, and with empty ones."""
+    # The row has no padding, so that its documents are those of the test, and empty ones.
     row = collated([len(doc) for doc in docs], **STATIC)
     return {**row, "input_ids": torch.cat(docs)[None], "labels": None}
 
@@ -95,7 +95,7 @@ def test_verify_leaves_empty_documents_out():
     ["one shape", *(pytest.param(kind, marks=pytest.mark.slow) for kind in static_shapes.KINDS if kind != "one shape")],
 )
 def test_layouts_of_one_shape_make_one_graph(graphs, kind):
-    """Shapes and numbers are constants of these graphs, as of a CUDA graph: ``dynamic=False``."""
+    # Shapes and numbers are constants of these graphs, as of a CUDA graph: ``dynamic=False``.
     seen, backend = graphs
     model = built("llama")
     fa2patch.apply(model)
@@ -138,7 +138,7 @@ def test_a_graph_of_still_shapes_reads_nothing_unless_the_reference_is_in_it(ker
 
 
 class Tape(TorchDispatchMode):
-    """Records every operator with the shapes and dtypes of its tensors and with its other arguments."""
+    # Every operator is recorded with the shapes and dtypes of its tensors and with its other arguments.
 
     def __init__(self):
         super().__init__()
@@ -158,7 +158,7 @@ class Tape(TorchDispatchMode):
 @pytest.mark.parametrize("kernel", ["torch_varlen", "efficient"])
 @pytest.mark.parametrize("weights", [None, "document"])
 def test_a_step_is_the_same_operators_with_the_same_shapes_and_numbers(kernel, weights):
-    """Then a CUDA graph of one step computes every other one. The reference's calls depend on lengths."""
+    # Then a CUDA graph of one step computes every other one. The reference's calls depend on lengths.
     tapes, counts = [], []
     with stand_in_aten.installed():
         model = tiny_models.build("llama", "sdpa")

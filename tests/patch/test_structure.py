@@ -108,7 +108,7 @@ def row() -> dict[str, torch.Tensor]:
 
 
 def calls(model: Any) -> int:
-    """Count the calls of Python functions in a packed forward."""
+    # The number of calls of Python functions in a packed forward.
     counted: Counter[str] = Counter()
     sys.setprofile(lambda frame, event, argument: counted.update([event]))
     try:

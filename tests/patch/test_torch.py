@@ -82,7 +82,7 @@ def test_all_else_is_a_verdict(error):
 
 @pytest.mark.parametrize("device", ["cpu", "mps", "meta"])
 def test_what_is_tried_draws_no_random_numbers_and_gets_gradients(device):
-    """The CPU's random state is left unchanged on every device."""
+    # The CPU's random state must be left unchanged on every device.
     before = torch.get_rng_state()
     leaf = torch.ones(2, requires_grad=True)
     with torch.inference_mode(), outside_the_forward(torch.device(device)):

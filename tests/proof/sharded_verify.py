@@ -1,4 +1,4 @@
-"""Verify a model under DDP, FSDP2 and tensor parallelism. test_verify.py runs it in two processes by torchrun."""
+"""Verify a model under DDP, FSDP2 and tensor parallelism; test_verify.py runs this in two processes by torchrun."""
 
 import os
 

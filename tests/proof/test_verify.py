@@ -106,7 +106,7 @@ def test_a_convolution_is_named_as_a_hybrids(patched):
 
 
 def test_a_leak_of_gradients_alone_is_found(patched):
-    """The value that is added is exactly zero, and its gradient goes to every token before."""
+    # The value that is added is exactly zero, and its gradient goes to every token before.
     behind_the_mlp(patched, lambda self, states: states + (states.cumsum(1) - states.cumsum(1).detach()))
     found = fa2patch.verify(patched, strict=False)
     assert not found.ok
@@ -119,7 +119,7 @@ def test_a_leak_of_gradients_alone_is_found(patched):
 
 
 def test_a_leak_out_of_padding_alone_is_found(patched):
-    """A small part of the row's last token is too small to show against the document alone, where it is its own."""
+    # A small part of the row's last token is too small to show against the document alone, where it is its own.
     layer = patched.model.layers[1]
     behind_the_mlp(patched, lambda self, states: states + 1e-6 * states[:, -1:].detach())
     padded = row(5, 3, 4, attention_mask=mask_of((1, 8), (0, 4)))
@@ -133,7 +133,7 @@ def test_a_leak_out_of_padding_alone_is_found(patched):
 
 
 def failing(model, error, tokens=1):
-    """Let a model raise an error for a row of so many tokens. Returns the hook's handle."""
+    # The error is raised for a row of ``tokens`` tokens. The result is the hook's handle.
 
     def fail(module, ids):
         if ids[0].numel() == tokens:
@@ -143,7 +143,7 @@ def failing(model, error, tokens=1):
 
 
 def test_an_error_for_want_of_memory_is_raised_as_it_is(patched):
-    """Such an error says nothing about the model, neither in the batch nor for a document of one token alone."""
+    # Such an error says nothing about the model, neither in the batch nor for a document of one token alone.
     for tokens in (sum(LENGTHS), 1):
         handle = failing(patched, torch.cuda.OutOfMemoryError("CUDA out of memory"), tokens)
         with pytest.raises(torch.cuda.OutOfMemoryError):
@@ -170,7 +170,7 @@ def test_a_longer_document_that_a_model_cannot_compute_alone_is_named(patched):
 
 
 class LearnedPositions(torch.nn.Module):
-    """Adds embeddings of positions that count along the row, whatever the ids are."""
+    # Positions count along the row, whatever the ids are.
 
     def __init__(self, size):
         super().__init__()
@@ -189,7 +189,7 @@ def test_positions_that_do_not_restart_are_named(patched):
 
 
 def test_what_computes_in_less_than_its_weights_is_measured_and_what_does_not_keeps_its_bound():
-    """Float32's rounding inside of float64 is no fault, and a fault as small as it is found where nothing rounds so."""
+    # Float32's rounding inside of float64 is no fault, and a fault as small as it is found where nothing rounds so.
 
     @torch.no_grad()
     def product(self, states):  # nothing of it is saved for a backward
@@ -292,7 +292,7 @@ def test_half_precision_and_wrappers(patched):
 
 
 def test_autocast_inside_a_float32_model_is_seen():
-    """As accelerate does it: float32 weights and logits, computed in bfloat16, whose rounding differs in a batch."""
+    # accelerate does it so: float32 weights and logits, computed in bfloat16, whose rounding differs in a batch.
     model = tiny_llama()
     fa2patch.apply(model, kernel="reference")
     forward = model.forward

@@ -17,8 +17,8 @@ from fa2patch.kernels.reference import Reference
 from fa2patch.upstream import labels
 from fa2patch.upstream.splitting import Documents
 
+# Three trees in a row: one of depth 3 with a segment of one token, one with a single branch, a root alone.
 NESTED = [(9, -1), (5, 0), (1, 0), (4, 2), (7, 0), (6, -1), (3, 5), (2, -1)]
-"""Three trees in a row: one of depth 3 with a segment of one token, one with a single branch, a root alone."""
 
 BATCHES = {
     "several trees": rows_of_segments(NESTED),
@@ -44,7 +44,7 @@ def test_a_tree_is_isolated(family, batch):
 
 
 def test_segments_are_described_by_the_numbers_that_are_printed(patched):
-    """Empty segments are nobody's parent, and have no number."""
+    # Empty segments are nobody's parent, and have no number.
     batch = rows_of_segments([(0, -1), (2, -1), (0, -1), (3, 1), (4, 3), (0, -1)])
     found = fa2patch.verify(patched, batch=batch)
     assert [(one.length, one.parent) for one in found.documents] == [(2, None), (3, 1), (4, 2)]
@@ -69,7 +69,7 @@ def test_position_ids_on_several_axes_are_gathered_along_the_path():
 
 
 def test_a_segment_out_of_its_windows_reach_is_no_finding():
-    """Two layers with a window of 3 see four tokens back: the last segment does not depend on the first one."""
+    # Two layers with a window of 3 see four tokens back: the last segment does not depend on the first one.
     model = patched_of("mistral", sliding_window=3)
     batch = rows_of_segments([(4, -1), (9, 0), (3, 1), (2, 1)])
     logits = model(**batch).logits
@@ -91,7 +91,7 @@ def test_work_is_bounded(patched):
 
 
 def with_parents(monkeypatch, parents):
-    """Let attention follow other parents than those of the batch."""
+    # Attention follows other parents than those of the batch.
     attend = Reference.attend
 
     def attend_wrongly(self, q, k, v, boundaries, *more):
@@ -137,7 +137,7 @@ def test_who_saw_its_sibling_is_in_the_result(patched, monkeypatch):
 
 @pytest.mark.parametrize("way", ["both", "values", "gradients"])
 def test_a_module_that_mixes_along_the_row_is_named(patched, way):
-    """It adds up the row's tokens, with the gradient, without it, or with nothing but the gradient."""
+    # The module adds up the row's tokens, with the gradient, without it, or with nothing but the gradient.
 
     def along_the_row(self, states):
         before = states.cumsum(1) / states.shape[1]
@@ -156,7 +156,7 @@ def test_a_module_that_mixes_along_the_row_is_named(patched, way):
 
 @pytest.mark.parametrize("wrongly", ["the row", "each segment"])
 def test_a_mixer_that_does_not_follow_paths_is_named(monkeypatch, wrongly):
-    """A hybrid's mixers are called with something else than each path."""
+    # A hybrid's mixers are called with something else than each path.
     made = Documents.__init__
 
     def make(self, boundaries, shape):
@@ -175,7 +175,7 @@ def test_a_mixer_that_does_not_follow_paths_is_named(monkeypatch, wrongly):
 
 
 def test_a_parent_that_gets_no_gradient_is_found(patched, monkeypatch):
-    """The values are right, and only the gradient to the keys of parents is lost."""
+    # The values are right, and only the gradient to the keys of parents is lost.
     from fa2patch.kernels import aten
 
     if not aten.CPU_FLASH:
@@ -194,7 +194,7 @@ def test_a_parent_that_gets_no_gradient_is_found(patched, monkeypatch):
 
 
 def test_positions_that_do_not_go_on_from_the_parent_are_found(patched):
-    """They restart at every segment."""
+    # The positions restart at every segment.
 
     def from_zero(self, states):
         lengths = (4, 3, 5, 2) if states.shape[1] == 14 else states.shape[1:2]
@@ -210,7 +210,7 @@ def test_positions_that_do_not_go_on_from_the_parent_are_found(patched):
 
 
 def labelled(**labels):
-    """Labels of ``NESTED``: the tokens, and -100 at the first of every segment."""
+    # Labels of ``NESTED``: the tokens, and -100 at the first of every segment.
     batch = BATCHES["several trees"]
     made = batch["input_ids"].clone()
     made[0, batch["cu_seq_lens_q"][:-1].long()] = -100

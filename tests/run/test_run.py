@@ -1,4 +1,4 @@
-"""``fa2patch run`` runs a script as ``python`` does, and patches its models. Tests stay in-process if they can."""
+"""``fa2patch run`` runs a script as ``python`` does, and patches its models; tests stay in-process if they can."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ NEAR = 1e-5  # the same sums in another order
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Return a folder with a tiny Llama, its tokenizer and documents for the scripts."""
+    # The folder has a tiny Llama, its tokenizer and documents for the scripts.
     home = tmp_path_factory.mktemp("model")
     runpy.run_path(str(SCRIPTS / "folder.py"))["make"](home)
     return home
@@ -70,7 +70,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def hooked():
-    """Return a function that switches a patcher on in this process. Its ``off()`` and the test's end switch it off."""
+    # ``off()`` and the test's end switch the patcher off.
     made = []
 
     def hooked(**options):
@@ -86,7 +86,7 @@ def hooked():
 
 @pytest.fixture
 def lines(capsys):
-    """Return a function that returns fa2patch's messages since its last call."""
+    # The messages are those since the last call.
     return lambda: messages(capsys.readouterr().err)
 
 
@@ -117,7 +117,7 @@ def from_config():
 
 
 def started(*arguments, options=None, **more):
-    """Run a command as ``fa2patch run`` would start it, without the second that its own imports take."""
+    # This saves the second that the imports of ``fa2patch run`` take.
     variables = run.environment(options or run.RunOptions(), {**os.environ, **more.pop("env", {})})
     return subprocess.run(run.command(arguments), env=variables, capture_output=True, text=True, timeout=600, **more)
 
@@ -144,10 +144,8 @@ def test_a_script_sees_what_it_sees_under_python_and_nothing_is_imported(way, mo
 
 @pytest.fixture
 def children_can_be_interrupted():
-    """Handle SIGINT in this process, so that its children start with the system's default.
-
-    A background job of a shell ignores SIGINT, and its children would too.
-    """
+    # A background job of a shell ignores SIGINT, and its children would too. With a handler in this process, children
+    # start with the system's default.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -176,7 +174,7 @@ LOOKS = "import sys; print([sys.executable, sys.path, sorted(sys.modules), [str(
 
 
 def other_pythons():
-    """Every interpreter on this machine that a script could start, beside that of this environment."""
+    # Every interpreter on this machine that a script could start, beside that of this environment.
     names = [shutil.which(f"python{version}") for version in ("2.7", "3.6", "3.9", "3.10", "3.12", "3.13")]
     homes = Path.home().glob(".pyenv/versions/*/bin/python")
     working = [name for name in (*names, *map(str, homes)) if name and not plainly("-V", python=name).returncode]
@@ -185,7 +183,7 @@ def other_pythons():
 
 @pytest.fixture
 def bare(tmp_path):
-    """Return the Python of an empty environment, made with the interpreter of this one."""
+    # The Python of an empty environment, made with the interpreter of this one.
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "bare")], check=True)
     return str(tmp_path / "bare" / "bin" / "python")
 
@@ -240,7 +238,7 @@ def test_the_whole_way_by_the_command_line():
 
 @pytest.mark.slow
 def test_without_fa2patch_on_its_path_a_child_takes_the_one_that_started_it(folder, tmp_path):
-    """As with ``python -m fa2patch`` in a checkout, the package is not installed. The startup file knows its place."""
+    # As with ``python -m fa2patch`` in a checkout, the package is not installed. The startup file knows its place.
     file = tmp_path / "hide.py"
     file.write_text(
         f"import sys; sys.path.insert(0, {str(run.STARTUP)!r}); import fa2patch_startup, importlib.util\n"
@@ -429,7 +427,7 @@ def test_a_model_that_model_init_makes_by_its_class_is_patched(hooked, folder, l
 
 
 class WithReference(Trainer):
-    """Makes further models after Transformers' own constructor, as trainers of TRL do."""
+    # It makes further models after Transformers' own constructor, as trainers of TRL do.
 
     def __init__(self, *args, other=None, **options):
         super().__init__(*args, **options)
@@ -441,7 +439,7 @@ GRPOTrainer = type("GRPOTrainer", (WithReference,), {"__module__": "trl.trainer"
 
 
 def of_ones_own():
-    """A subclass that is defined after the hook is on, as every package's is under ``fa2patch run``."""
+    # The subclass is defined after the hook is on, as every package's is under ``fa2patch run``.
 
     class Mine(GRPOTrainer):
         def __init__(self, *args, **options):
@@ -497,7 +495,7 @@ def test_other_batches_stay_as_they_are(hooked, folder, lines, how):
 
 
 def test_a_loop_of_ones_own_is_computed_packed_if_that_is_asked_for(hooked, folder, lines):
-    """A head that pools rows is patched, too."""
+    # A head that pools rows is patched, too.
     hooked(padded_batches=True)
     model = loaded(folder)
     classifier = LlamaForSequenceClassification._from_config(tiny_models.config_of("llama"))
@@ -568,7 +566,7 @@ def test_collate_says_nothing_of_a_trainer_whose_batches_are_packed_in_its_model
 
 
 class Holder:
-    """Makes its model's batches, as objects of sentence-transformers do."""
+    # It makes its model's batches, as objects of sentence-transformers do.
 
     def __init__(self, folder):
         self.tokenizer = "a tokenizer"
@@ -577,7 +575,7 @@ class Holder:
 
 @pytest.fixture
 def holders(monkeypatch):
-    """Make a module of that class known, as one of a package that is watched."""
+    # The module of the class is known, as one of a package that is watched.
     name = "package_of_holders"
     monkeypatch.setitem(patcher.WATCHED, name, "holders:Holder")
     monkeypatch.setitem(sys.modules, name, SimpleNamespace(__name__=name, Holder=Holder))
@@ -676,7 +674,7 @@ def losses(trainer):
 
 
 def padded_before(texts, length):
-    """Return examples that are already padded to one length."""
+    # The examples are already padded to one length.
     return [
         {
             "input_ids": ids + [0] * (length - len(ids)),
@@ -744,7 +742,7 @@ class Streamed(torch.utils.data.IterableDataset):
 
 @pytest.mark.slow
 def test_collate_goes_through_accelerates_dispatcher(hooked, folder):
-    """The dispatcher slices every tensor of a streamed batch by rows, which would break lengths."""
+    # The dispatcher slices every tensor of a streamed batch by rows, which would break lengths.
 
     def trained():
         trainer = trainer_of(loaded(folder), folder, DataCollatorForSeq2Seq(tokenizer_of(folder)), max_steps=2)
@@ -900,7 +898,6 @@ def test_collate_without_a_trainer_says_that_it_did_nothing(hooked, lines):
 
 
 def script(how, folder, layout, output, python=sys.executable, **env):
-    """Run the training script on the command line. Return its results and fa2patch's messages."""
     output.mkdir(exist_ok=True)
     variables = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **env}
     line = [str(python), *how, str(SCRIPTS / "train.py"), str(folder), layout, str(output)]
@@ -934,7 +931,7 @@ def environment(release, *pins):
 
 @pytest.fixture
 def there(tmp_path):
-    """Return a function that makes the scripts' folder with another Python."""
+    # Another Python makes the scripts' folder.
 
     def set_up(python):
         home = tmp_path / "model"
@@ -976,11 +973,8 @@ TRL = ("trl==1.16.0", "accelerate==1.15.0", "peft==0.21.2", "datasets==5.2.0")
 
 @pytest.mark.slow
 def test_trls_own_command_line(there, tmp_path):
-    """``trl sft`` starts its script through accelerate, in a separate process.
-
-    In Transformers 5.23 one padding-free row does not leak without fa2patch, so the test shows only that the patch
-    reaches that process.
-    """
+    # ``trl sft`` starts its script through accelerate, in a separate process. In Transformers 5.23 one padding-free row
+    # does not leak without fa2patch, so the test shows only that the patch reaches that process.
     python = environment("5.23.0", *TRL)
     model = there(python)
 

@@ -6,7 +6,7 @@ from stage import Stage
 
 @pytest.fixture(scope="session")
 def stage():
-    """What trains here: SFTTrainer if TRL is installed, else Trainer."""
+    # SFTTrainer trains if TRL is installed, else Trainer.
     trl = importlib.util.find_spec("trl") is not None
     if trl:
         import datasets

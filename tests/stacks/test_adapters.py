@@ -32,7 +32,7 @@ def adapted(model, **options):
 
 @pytest.mark.parametrize("name", ["lora", "dora"])
 def test_adapters(stage, finding, name, steps=20):
-    """Patched before and after the adapters are added, with checkpointing, and after merging."""
+    # The model is patched before and after the adapters are added, with checkpointing, and after merging.
     import peft
 
     if name == "dora" and "use_dora" not in inspect.signature(peft.LoraConfig).parameters:
@@ -58,7 +58,7 @@ def test_adapters(stage, finding, name, steps=20):
 
 
 def test_qlora(stage, finding, tmp_path, steps=10):
-    """bitsandbytes' NF4, which has a CPU build, with gradient checkpointing."""
+    # bitsandbytes' NF4 has a CPU build. Gradient checkpointing is on.
     pytest.importorskip("bitsandbytes", reason="no bitsandbytes in this stack")
     import peft
     from bitsandbytes.nn import Linear4bit

@@ -1,7 +1,4 @@
-"""Liger's, cut-cross-entropy's and TRL's fused losses are right on packed rows, or refused by name.
-
-First one step of the model, with its gradients; then whole trainings by Trainer, SFTTrainer and ``fa2patch run``.
-"""
+"""Liger's, cut-cross-entropy's and TRL's fused losses are right on packed rows, or refused by name."""
 
 import json
 import os
@@ -19,15 +16,14 @@ import fa2patch
 pytestmark = pytest.mark.slow
 SCRIPT = Path(__file__).with_name("trains_with_liger.py")
 STEPS = 3
+# Relative bound on each step's loss. First labels are one in fifty and change a mean over all labels by less than a
+# thousandth.
 BOUND = 2e-5
-"""Relative bound on each step's loss. First labels are one in fifty and change a mean over all labels by less
-than a thousandth.
-"""
 
 
 @pytest.fixture
 def held(finding):
-    """Record cases, of which each must be right or refused."""
+    # Each of the recorded cases must be right or refused.
 
     def held(cases):
         finding["cases"] = cases
@@ -52,19 +48,19 @@ def test_a_step(name, held):
 
 
 def padded(features):
-    """Collate one padded row for each example. Every token is a label, although nothing predicts a row's first."""
+    # Every token is a label, although nothing predicts a row's first.
     return rows([{**one, "labels": one["input_ids"]} for one in features])
 
 
 def packed(features):
-    """Collate one packed row. The patch has to ignore the documents' first labels."""
+    # The patch has to ignore the documents' first labels.
     ids = [torch.tensor(one["input_ids"]) for one in features]
     row = torch.cat(ids)[None]
     return {"input_ids": row, "labels": row, "position_ids": torch.cat([torch.arange(len(one)) for one in ids])[None]}
 
 
 def trained(stage, patched, collate, **options):
-    """Return the losses of some steps of a model that is patched before or after Trainer is made, or not at all."""
+    # The model is patched before or after Trainer is made, or not at all.
     model = tiny_llama()
     if patched == "before Trainer":
         fa2patch.apply(model)
@@ -81,7 +77,7 @@ def trained(stage, patched, collate, **options):
 
 
 def off(right):
-    """Return what says how far losses are off, for ``judged``."""
+    # ``judged`` calls the result.
 
     def said(losses):
         apart = largest_relative_difference(losses, right)
@@ -110,7 +106,7 @@ def test_sft_with_its_fused_head(stage, held):
 
 
 def test_run_with_liger(stage, held, tmp_path):
-    """``fa2patch run --collate`` of a script that trains with Liger must reproduce the script's losses or refuse."""
+    # ``fa2patch run --collate`` must reproduce the losses of the script that trains with Liger, or refuse.
     pytest.importorskip("liger_kernel")
     tiny_llama().save_pretrained(tmp_path)
     stage.tokenizer.save_pretrained(tmp_path)
@@ -133,7 +129,7 @@ def ran(folder, name):
 
 
 def started(before, folder, name):
-    """Return the losses in the last line of the script's output, or None if it failed, and its stderr."""
+    # The losses are in the last line of the script's output, or None if it failed.
     command = [sys.executable, *before, str(SCRIPT), str(folder), name]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "TMPDIR": str(folder)})
     return None if done.returncode else json.loads(done.stdout.splitlines()[-1]), done.stderr

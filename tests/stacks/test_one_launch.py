@@ -45,7 +45,7 @@ def test_a_kernel_that_always_says_the_same_is_not_believed(one_launch, monkeypa
 
 
 def made_at_random(seed):
-    """Boundaries and ids that agree, and then one number of them changed in most cases."""
+    # Boundaries and ids agree, and then one number of them is changed in most cases.
     drawn = random.Random(seed)
     batch, length = drawn.choice([(1, 2), (1, 9), (1, 64), (2, 7), (3, 5)])
     tokens = batch * length

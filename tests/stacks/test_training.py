@@ -1,7 +1,7 @@
 """Packed training equals padded training, by Trainer or by SFTTrainer of the environment that this runs in.
 
-``python -m compat_matrix.ecosystem`` runs this in the stacks of compat_matrix/ecosystem/stacks.toml, and keeps what
-the tests put into ``finding``.
+``python -m compat_matrix.ecosystem`` runs this in the stacks of compat_matrix/ecosystem/stacks.toml, and keeps what the
+tests put into ``finding``.
 """
 
 import functools
@@ -28,11 +28,11 @@ from stage import (
 
 import fa2patch
 
+# Relative difference of the loss at every step, in float32. Rounding in the logs (four digits) is a fiftieth of it.
 BOUND = 1e-3
-"""Relative difference of the loss at every step, in float32. Rounding in the logs (four digits) is a fiftieth of it."""
 
+# Relative to the largest weight, after a few steps of Adam in which sums are taken in another order.
 SAME = 1e-4
-"""Relative to the largest weight, after a few steps of Adam in which sums are taken in another order."""
 
 
 def assert_same(found):
@@ -40,7 +40,7 @@ def assert_same(found):
 
 
 def curve(stage, steps):
-    """Train padded, packed in one row and in two, with and without fa2patch, and compare the losses of all steps."""
+    # Training is padded, packed in one row and in two, with and without fa2patch.
     reference = stage.run(tiny_llama(), padded, patched=False, steps=steps)
     found = {"steps": steps, "bound": BOUND, "same_mini_batches": True}
     found.update(first_loss=reference["losses"][0], last_loss=reference["losses"][-1])
@@ -58,7 +58,7 @@ def largest(found, *names):
 
 @pytest.mark.slow
 def test_curve(stage, finding):
-    """The control, packed training without fa2patch, must leak, or the curves would show nothing."""
+    # The control, packed training without fa2patch, must leak, or the curves would show nothing.
     finding.update(curve(stage, steps=200))
     assert finding["same_mini_batches"]
     assert largest(finding, "packed", "two_rows") < BOUND < largest(finding, "packed_alone", "two_rows_alone")
@@ -80,7 +80,7 @@ def test_the_curve_leaks_where_nothing_is_patched(stage, monkeypatch):
 
 @pytest.mark.slow
 def test_accumulation(stage, finding, steps=10, every=4):
-    """The first step's loss is a mean over tokens or over micro-batches; single examples tell which of them it is."""
+    # The first step's loss is a mean over tokens or over micro-batches. Single examples tell which of them it is.
     micro = []
 
     def noting(features):
@@ -99,7 +99,7 @@ def test_accumulation(stage, finding, steps=10, every=4):
 
 @torch.no_grad()
 def means_of(batches):
-    """Compute from single examples the untrained model's loss per token, and the mean of the batches' means."""
+    # Returned are the untrained model's loss per token and the mean of the batches' means, from single examples.
     model = tiny_llama().eval()
     sums, counts = [], []
     for batch in batches:
@@ -130,7 +130,7 @@ def test_checkpointing(stage, finding, steps=10):
 
 @pytest.mark.slow
 def test_lengths(stage, finding, steps=10):
-    """The collator's lengths and ``seq_idx``, which Llama's own forward up to 4.44 does not take."""
+    # Llama's own forward up to 4.44 does not take the collator's lengths and ``seq_idx``.
     with_lengths = functools.partial(packed, return_flash_attn_kwargs=True, return_seq_idx=True)
     reference = stage.run(tiny_llama(), padded, patched=False, steps=steps)
     run = stage.run(tiny_llama(), with_lengths, patched=True, steps=steps)
@@ -144,11 +144,9 @@ def test_lengths(stage, finding, steps=10):
 
 
 def test_counting(stage, finding):
-    """One step's loss when each row's first token is a label, as upstream's padding collator leaves it.
-
-    A padded loss that is divided by the number of labels is then smaller by exactly these labels. In packed training
-    the loss is divided by the tokens trained on, in every version.
-    """
+    # Upstream's padding collator leaves each row's first token as a label. A padded loss that is divided by the number
+    # of labels is then smaller by exactly these labels. In packed training the loss is divided by the tokens trained
+    # on, in every version.
     from transformers import DataCollatorForLanguageModeling
 
     collate, features = DataCollatorForLanguageModeling(stage.tokenizer, mlm=False), []
@@ -166,7 +164,7 @@ def test_counting(stage, finding):
 
 
 def test_verified(stage, finding):
-    """``verify`` on the model in the trainer, with a batch of its loader, before and after training, and unpatched."""
+    # The batch is one of the trainer's loader. ``verify`` runs before and after training, and on an unpatched model.
     model = tiny_llama()
     fa2patch.apply(model)
     trainer = stage.trainer(model, packed, max_steps=2)
@@ -182,7 +180,7 @@ def test_verified(stage, finding):
 
 @pytest.mark.slow
 def test_streaming(stage, finding, steps=10):
-    """A ``datasets`` stream of unknown length."""
+    # The length of a ``datasets`` stream is unknown.
     datasets = pytest.importorskip("datasets", reason="no datasets in this stack")
     # already tokenized, because TRL before 0.12 tokenizes no stream
     features = datasets.Features({"input_ids": datasets.Sequence(datasets.Value("int64"))})
@@ -201,7 +199,7 @@ def test_streaming(stage, finding, steps=10):
 
 @pytest.mark.slow
 def test_evaluation(stage, finding, steps=6):
-    """The held-out losses at every second step of packed training, evaluated padded and packed."""
+    # Packed training is evaluated padded and packed at every second step.
 
     def held_out(patched, collate, evaluate):
         model = tiny_llama()
@@ -222,7 +220,7 @@ def test_evaluation(stage, finding, steps=6):
 
 
 def evaluating(stage, collate):
-    """The trainer's class, with a separate collator for evaluation."""
+    # Evaluation gets a separate collator.
     if stage.trl:
         from trl import SFTTrainer as Base
     else:
@@ -240,7 +238,7 @@ def evaluating(stage, collate):
 
 
 def test_predict(stage, finding):
-    """The logits of every held-out token, document by document."""
+    # The logits of every held-out token are compared, document by document.
     model = tiny_llama()
     reference = stage.trainer(model, padded, held_out=True, max_steps=1)
     lengths = [len(example["input_ids"]) for example in reference.eval_dataset]  # TRL may have added end tokens
@@ -265,7 +263,7 @@ def first(predictions):
 
 
 def test_resume(stage, finding, steps=8):
-    """From a checkpoint at half, with a new trainer and model: the weights must be equal bit for bit."""
+    # The weights must be equal bit for bit. A new trainer and model start from the checkpoint at half.
     saved = {"save_strategy": "steps", "save_steps": steps // 2}
     whole = stage.run(tiny_llama(), packed, patched=True, steps=steps, **saved)
     checkpoint = Path(whole["trainer"].args.output_dir) / f"checkpoint-{steps // 2}"

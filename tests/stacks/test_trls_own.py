@@ -22,7 +22,7 @@ def trl(finding, stage):  # a skip is a finding, too, so finding has to be there
 
 
 def shapes(batch):
-    """Describe a batch: dtype and shape of each tensor, other values as text."""
+    # Other values than tensors are given as text.
     return {
         name: f"{str(value.dtype).replace('torch.', '')} {list(value.shape)}" if torch.is_tensor(value) else str(value)
         for name, value in batch.items()
@@ -30,7 +30,6 @@ def shapes(batch):
 
 
 def test_completion_collator(trl, stage, finding, steps=20):
-    """DataCollatorForCompletionOnlyLM with ``padding_free`` trains as it does padded."""
     kind = getattr(trl, "DataCollatorForCompletionOnlyLM", None)
     if kind is None or "padding_free" not in inspect.signature(kind).parameters:
         pytest.skip("this TRL has none any more" if kind is None else "this TRL's has no padding_free yet")
@@ -52,10 +51,8 @@ def test_completion_collator(trl, stage, finding, steps=20):
 
 @pytest.mark.parametrize("option", [pytest.param(name, id=f"own_{name}") for name in ("padding_free", "packing")])
 def test_sftconfig(trl, stage, finding, option, steps=10):
-    """Record which batch SFTConfig's own packing passes to the model, and what fa2patch does with it.
-
-    If nothing in the batch says where documents start, they cannot be isolated, and ``verify`` has to say so.
-    """
+    # Records which batch SFTConfig's own packing passes to the model, and what fa2patch does with it. If nothing in the
+    # batch says where documents start, they cannot be isolated, and ``verify`` has to say so.
     config = getattr(trl, "SFTConfig", None)
     if config is None or option not in inspect.signature(config).parameters:
         pytest.skip(f"this TRL's SFTConfig has no {option}")
@@ -85,11 +82,9 @@ def test_sftconfig(trl, stage, finding, option, steps=10):
 
 @torch.no_grad()
 def by_hand(batch, loss):
-    """Compare the untrained model's loss on the batch's documents, each run alone, with the trainer's first loss.
-
-    The batch is the trainer's first, because its sampler is seeded. TRL keeps every document's first label, which
-    nothing predicts; Trainer 4.46 to 4.57 divides by those labels too.
-    """
+    # The untrained model's loss on the batch's documents, each run alone, is compared with the trainer's first loss.
+    # The batch is the trainer's first, because its sampler is seeded. TRL keeps every document's first label, which
+    # nothing predicts; Trainer 4.46 to 4.57 divides by those labels too.
     model = tiny_llama().eval()
     total, trained = 0.0, 0
     for span in slices_of({name: value for name, value in batch.items() if name != "labels"}):

@@ -13,13 +13,11 @@ from transformers import AutoTokenizer, DataCollatorForSeq2Seq, LlamaForCausalLM
 
 
 class MyModel(LlamaForCausalLM):
-    """A Llama whose class name Transformers does not know."""
-
     pass
 
 
 class Documents(torch.utils.data.Dataset):
-    """Token ids as a dataset; every token is a label."""
+    # Every token is a label.
 
     def __init__(self, documents):
         self.documents = documents
@@ -33,7 +31,6 @@ class Documents(torch.utils.data.Dataset):
 
 
 def main(folder, name):
-    """Train three steps and print the losses as JSON in the last line."""
     data = Documents(json.loads(Path(folder, "documents.json").read_text(encoding="utf-8")))
     collator = DataCollatorForSeq2Seq(AutoTokenizer.from_pretrained(folder), padding=True)
     model = {"MyModel": MyModel}.get(name, LlamaForCausalLM).from_pretrained(folder)

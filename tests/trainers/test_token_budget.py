@@ -17,8 +17,8 @@ from transformers import MixtralForCausalLM, Trainer, TrainingArguments
 
 import fa2patch
 from fa2patch._torch import HAS_OPERATORS
-from fa2patch.trainers import known_losses
 from fa2patch.errors import BadArgument, PackingError
+from fa2patch.trainers import known_losses
 
 STEPS = 6
 ARGUMENTS = inspect.signature(TrainingArguments).parameters
@@ -85,12 +85,12 @@ COLLATORS = {
 }
 
 
+# The passes of this budget all have the same shapes.
 STILL: dict[str, Any] = {"max_tokens": 80, "pad_to_multiple_of": 80, "max_documents": 4, "longest_document": 80}
-"""A budget whose passes all have the same shapes."""
 
 
 def with_weights(by: str) -> Any:
-    """Return a collator of packed rows whose loss has weights: of documents, or of tokens by their ids."""
+    # The loss has weights of documents, or of tokens by their ids.
     collate = fa2patch.DataCollatorWithFlattening(loss_weights=by)
 
     def packed(features: Any) -> Any:
@@ -101,7 +101,7 @@ def with_weights(by: str) -> Any:
 
 
 class MeanOfDocuments(Trainer):
-    """A loss that every document has the same weight in."""
+    # Every document has the same weight in the loss.
 
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **others: Any) -> Any:
         logits = model(**{name: value for name, value in inputs.items() if name != "labels"}).logits
@@ -111,7 +111,7 @@ class MeanOfDocuments(Trainer):
 
 
 class Noted(MeanOfDocuments):
-    """Notes a metric for each computed loss, as TRL's trainers do, and how often the loss was computed."""
+    # A metric is noted for each computed loss, as TRL's trainers do, and how often the loss was computed.
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.noted: dict[str, dict[str, list[float]]] = {"train": {"rows": []}, "eval": {"rows": []}}
@@ -125,7 +125,7 @@ class Noted(MeanOfDocuments):
 
 
 class Compared(Trainer):
-    """A loss that compares the documents of a batch."""
+    # The loss compares the documents of a batch.
 
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **others: Any) -> Any:
         logits = model(**{name: value for name, value in inputs.items() if name != "labels"}).logits
@@ -136,7 +136,7 @@ class Compared(Trainer):
 
 @pytest.fixture(scope="module")
 def reference() -> Any:
-    """Padded training without fa2patch, by options; each is trained once."""
+    # Padded training without fa2patch, by options. Each is trained once.
     found: dict[str, Any] = {}
 
     def of(base: Any = Trainer, **options: Any) -> Any:
@@ -150,7 +150,7 @@ def reference() -> Any:
 
 @pytest.fixture(autouse=True, scope="module")
 def precision_of_no_trainer() -> Any:
-    """Leave no precision behind for the tests of other files."""
+    # The precision must not stay behind for the tests of other files.
     yield
     os.environ.pop("ACCELERATE_MIXED_PRECISION", None)
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -168,18 +168,18 @@ def test_steps_are_those_of_padded_batches(reference: Any, kind: str, budget: in
 
 
 class Exact(Trainer):
-    """Trainer's own loss in code that is not known, so that it sees the whole batch."""
+    # Trainer's own loss in code that is not known, so that it sees the whole batch.
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         return super().compute_loss(*args, **kwargs)
 
 
+# Passes that are computed once, and passes that are checkpoints.
 EACH_WAY = pytest.mark.parametrize("base", [Trainer, Exact])
-"""Passes that are computed once, and passes that are checkpoints."""
 
 
 def rows_of_ids(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """The shapes of ids that are embedded from now on. A hook would be code that is not known."""
+    # The shapes of ids that are embedded from now on. A hook would be code that is not known.
     seen: list[tuple[int, ...]] = []
     own = torch.nn.functional.embedding
 
@@ -192,7 +192,7 @@ def rows_of_ids(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
 
 def of_the_way(found: Any, base: Any) -> bool:
-    """Whether a trainer's batches were computed in the way that its class takes. Before 4.46 there is one way."""
+    # Whether batches were computed in the way that the trainer's class takes. Before 4.46 there is one way.
     once = base is Trainer and "num_items_in_batch" in inspect.signature(Trainer.compute_loss).parameters
     return (found.token_budget.why_exact == "") == once
 
@@ -237,7 +237,7 @@ def test_passes_of_still_shapes_make_the_steps_of_padded_batches(
 @pytest.mark.skipif(not HAS_OPERATORS, reason=f"torch {torch.__version__} has no custom_op")
 @pytest.mark.skipif(known_losses.digest(Trainer.compute_loss) not in known_losses.COMPUTE_LOSS, reason="before 4.46")
 def test_one_graph_computes_all_passes_of_still_shapes(reference: Any) -> None:
-    """Shapes and numbers are constants of a graph (``dynamic=False``), as of a CUDA graph."""
+    # Shapes and numbers are constants of a graph (``dynamic=False``), as of a CUDA graph.
     torch._dynamo.reset()
     graphs: list[bool] = []
 
@@ -256,7 +256,7 @@ def test_one_graph_computes_all_passes_of_still_shapes(reference: Any) -> None:
 
 @pytest.mark.skipif(not HAS_OPERATORS, reason=f"torch {torch.__version__} has no custom_op")
 def test_torch_compiles_some_passes_and_not_others(reference: Any) -> None:
-    """After so many shapes it computes a frame as it is, and a graph that is compiled says nothing of its loss."""
+    # After so many shapes torch computes a frame as it is, and a graph that is compiled says nothing of its loss.
     torch._dynamo.reset()
     model = patched(tiny_llama())
     model.forward = torch.compile(model.forward, backend="aot_eager", dynamic=False)
@@ -300,7 +300,7 @@ def test_steps_with_options_of_trainer(reference: Any, options: dict[str, Any], 
 
 @pytest.mark.parametrize("by", ["token", "document"])
 def test_steps_with_weights_in_the_loss(by: str) -> None:
-    """The passes of a batch count its tokens or documents together, as Trainer counts them."""
+    # The passes of a batch count its tokens or documents together, as Trainer counts them.
     whole = trained(Trainer, with_weights(by), patched(tiny_llama()))
     found = trained(fa2patch.packed_trainer(Trainer, max_tokens=100), with_weights(by))
     assert_same_steps(found, whole)
@@ -340,7 +340,7 @@ def test_what_a_trainer_notes_is_as_without_passes(reference: Any) -> None:
 
 
 class MeanOfTokens(Trainer):
-    """The mean over the labels of a batch, which is no number if there are none."""
+    # The mean over the labels of a batch is no number if there are none.
 
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **others: Any) -> Any:
         logits = model(**{name: value for name, value in inputs.items() if name != "labels"}).logits
@@ -348,7 +348,7 @@ class MeanOfTokens(Trainer):
 
 
 def only_some_learned(features: Any) -> Any:
-    """Padded rows, of which the short ones and the longest ones have no labels."""
+    # The short rows and the longest ones have no labels.
     batch = padded(features)
     tokens = batch["attention_mask"].sum(1)
     batch["labels"][(tokens < 25) | (tokens > 45)] = -100
@@ -359,7 +359,7 @@ def only_some_learned(features: Any) -> Any:
     ("base", "options"), [(Trainer, {}), (Trainer, {"label_smoothing_factor": 0.1}), (MeanOfTokens, {})]
 )
 def test_documents_without_labels(base: Any, options: dict[str, Any]) -> None:
-    """A pass of such documents has no mean."""
+    # A pass of such documents has no mean.
     found = trained(fa2patch.packed_trainer(base, max_tokens=70), only_some_learned, **options)
     assert_same_steps(found, trained(base, only_some_learned, **options))
 
@@ -373,7 +373,7 @@ def test_batches_of_two_documents(base: Any) -> None:
 
 
 class Becomes(MeanOfDocuments):
-    """A loss to which a term comes in a later batch."""
+    # A term comes to the loss in a later batch.
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         loss = super().compute_loss(model, inputs, *args, **kwargs)
@@ -381,7 +381,7 @@ class Becomes(MeanOfDocuments):
 
 
 class InTraining(MeanOfDocuments):
-    """A loss with a term that only training has."""
+    # Only training has the second term.
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         loss = super().compute_loss(model, inputs, *args, **kwargs)
@@ -389,7 +389,7 @@ class InTraining(MeanOfDocuments):
 
 
 class Stateful(MeanOfDocuments):
-    """A loss that is scaled by a mean of those before."""
+    # The loss is scaled by a mean of those before.
 
     mean = 6.0
 
@@ -400,7 +400,7 @@ class Stateful(MeanOfDocuments):
 
 
 class OtherGradient(MeanOfDocuments):
-    """A loss whose value is a mean, and whose gradient is not that of the mean."""
+    # The value is a mean, and the gradient is not that of the mean.
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         loss = super().compute_loss(model, inputs, *args, **kwargs)
@@ -409,7 +409,7 @@ class OtherGradient(MeanOfDocuments):
 
 
 class Pairs(Trainer):
-    """The first half of the rows belongs to the second half, as chosen and rejected answers do."""
+    # The first half of the rows belongs to the second half, as chosen and rejected answers do.
 
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **others: Any) -> Any:
         logits = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits
@@ -419,7 +419,7 @@ class Pairs(Trainer):
 
 
 class Contrasted(Trainer):
-    """A contrastive loss: each document is told from all others of the batch by its last hidden state."""
+    # A contrastive loss: each document is told from all others of the batch by its last hidden state.
 
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **others: Any) -> Any:
         mask = inputs["attention_mask"]
@@ -442,7 +442,7 @@ def test_any_loss(base: Any, budget: int) -> None:
 
 
 def routed(coefficient: float, implementation: str = "eager") -> Any:
-    """A mixture of experts with a router loss: a mean over all tokens times another one."""
+    # The router loss is a mean over all tokens times another one.
     from compat_matrix import tiny_models
 
     options = {"output_router_logits": True, "router_aux_loss_coef": coefficient, "vocab_size": 512}
@@ -459,7 +459,7 @@ def test_router_losses(coefficient: float) -> None:
 @pytest.mark.skipif(not MixtralForCausalLM._supports_sdpa, reason="the eager code rounds elsewhere")
 @pytest.mark.parametrize("coefficient", [0.001, 0.003, 0.1])
 def test_router_losses_in_bfloat16(coefficient: float) -> None:
-    """The gates' gradients of a batch are as near to float32 as those of the padded batch are."""
+    # The gates' gradients of a batch must be as near to float32 as those of the padded batch are.
 
     def gradients(half: bool, **budget: Any) -> torch.Tensor:
         model, found = routed(coefficient, "sdpa").train(), []  # eager code rounds elsewhere
@@ -503,7 +503,7 @@ def test_documents_alone(reference: Any) -> None:
 
 
 def test_a_loop_of_its_own() -> None:
-    """Passes are made by the model, so that any loop is served."""
+    # Passes are made by the model, so that any loop is served.
 
     class OwnLoop(Trainer):
         def train(self, *args: Any, **kwargs: Any) -> Any:
@@ -519,7 +519,7 @@ def test_a_loop_of_its_own() -> None:
 
 
 class Own(Trainer):
-    """A step that calls backward itself."""
+    # The step calls backward itself.
 
     def training_step(self, model: Any, inputs: Any, *args: Any) -> Any:
         model.train()

@@ -1,4 +1,4 @@
-"""Which models of a trainer compute their padded batches packed. ``tests/integrations/test_trl.py`` has TRL's own."""
+"""Which models of a trainer compute their padded batches packed; ``tests/integrations/test_trl.py`` has TRL's own."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from padded_cases import layers_tokens
 
 import fa2patch
 from compat_matrix import tiny_models
-from fa2patch.trainers.packed_trainer import pack_models
 from fa2patch.errors import BadArgument, StaysPadded, UnsupportedModel
 from fa2patch.padded.batches import PaddedBatches
 from fa2patch.patch.padding import of_model
+from fa2patch.trainers.packed_trainer import pack_models
 
 
 def test_no_trl(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,7 +27,7 @@ def test_no_trl(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Trainer:
-    """The arguments of TRL's, and a padding-free option. The slow tests use TRL's own trainers."""
+    # It has the arguments of TRL's trainers, and a padding-free option. The slow tests use TRL's own trainers.
 
     def __init__(self, model: Any, ref_model: Any = None, **options: Any) -> None:
         self.args = SimpleNamespace(**options)
@@ -36,7 +36,7 @@ class Trainer:
 
 
 class ValueHead(torch.nn.Module):
-    """A wrapper that is no Transformers model, around one that is."""
+    # A wrapper that is no Transformers model, around one that is.
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -60,11 +60,6 @@ def packing(model: Any) -> list[PaddedBatches]:
 def test_a_trainer_that_is_no_class() -> None:
     with pytest.raises(BadArgument, match="base: expected a class.*found an object of class Trainer"):
         fa2patch.packed_trainer(Trainer(None))
-
-
-def test_the_older_name() -> None:
-    with pytest.warns(FutureWarning, match=r"trainer_class is now fa2patch\.packed_trainer"):
-        assert issubclass(fa2patch.preference.trainer_class(Trainer, share_prompts=False), Trainer)
 
 
 def test_model_and_reference_are_packed() -> None:
@@ -164,7 +159,7 @@ def test_a_batch_that_stays_padded_is_said_once(call: dict[str, Any], why: str) 
 
 
 def call_quietly(base: Any, **call: Any) -> None:
-    """Call a model whose own code may refuse the arguments."""
+    # The model's own code may refuse the arguments.
     try:
         base(**call)
     except (ValueError, IndexError, RuntimeError) as error:

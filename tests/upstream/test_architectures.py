@@ -19,7 +19,7 @@ def present(name):
 
 
 def gradients_of(model):
-    """Return the gradients without resetting them."""
+    # They are not reset.
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
@@ -58,7 +58,7 @@ def test_layers_that_share_keys_find_them(docs):
 
 @present("gemma3")
 def test_a_padded_batch_whose_masks_are_a_dict_as_flash_attention_has_them(monkeypatch):
-    """The model around the base model makes masks ``[batch, length]`` for each kind of layer."""
+    # The model around the base model makes masks [batch, length] for each kind of layer.
 
     def attend(module, query, key, value, attention_mask, **kwargs):
         seen = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).tril()
@@ -84,7 +84,7 @@ def test_a_padded_batch_whose_masks_are_a_dict_as_flash_attention_has_them(monke
 @present("ministral3")
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "compiled"])
 def test_queries_of_ministral_3_are_scaled_by_the_position_in_the_document(docs, compiled, monkeypatch):
-    """As from 5.0 to 5.3, where a layer takes ``cache_position`` in the place of ``position_ids``."""
+    # From 5.0 to 5.3 a layer takes ``cache_position`` in the place of ``position_ids``.
     modeling = tiny_models.modeling("ministral3")
     model = tiny_models.build("ministral3", "sdpa")
     rows = [documents(5, 9), documents(8, 6, seed=1)]
@@ -107,7 +107,7 @@ def test_queries_of_ministral_3_are_scaled_by_the_position_in_the_document(docs,
 
 @present("phi3")
 def test_longrope_whose_tables_are_made_for_the_row_is_refused_and_the_model_is_left_as_it_was(docs):
-    """As PhiMoE from 4.46 to 4.57, whose rotary module takes no ``position_ids``."""
+    # PhiMoE from 4.46 to 4.57 is so: its rotary module takes no ``position_ids``.
     factors = {name: [1.0 + i for i in range(4)] for name in ("short_factor", "long_factor")}
     scaling = {"rope_type": "longrope", "type": "longrope", "rope_theta": 1e4, **factors}
     known = tiny_models.parameters(tiny_models.config_class("phi3"))
@@ -140,7 +140,7 @@ def test_a_layer_that_takes_cache_position_is_seen():
 
 @pytest.mark.skipif(not hasattr(transformers, "Qwen4ExpForCausalLM"), reason="no Qwen4-exp in this Transformers")
 def test_embeddings_of_several_tokens_are_refused():
-    """Such embeddings look at the ids before a token, also those of another document. No layer gets a mask for that."""
+    # Such embeddings look at the ids before a token, also those of another document. No layer gets a mask for that.
     config = transformers.Qwen4ExpTextConfig(
         **{**tiny_models._small(transformers.Qwen4ExpTextConfig), "num_hidden_layers": 2},
         indexer_n_heads=2, indexer_kv_heads=1, indexer_head_dim=8, indexer_budget=8, indexer_compress_ratio=2,
@@ -152,7 +152,7 @@ def test_embeddings_of_several_tokens_are_refused():
 
 
 class TestLocalLayersOfGptNeo:
-    """Every second layer sees a window of tokens. Transformers' eager code has it; its flash class forgets it."""
+    # Every second layer sees a window of tokens. Transformers' eager code has it; its flash class forgets it.
 
     WINDOW = 4
 
@@ -193,7 +193,7 @@ class TestLocalLayersOfGptNeo:
 
 
 class TestPromptsInOneRow:
-    """A cache of a packed row mixes documents. Transformers' continuous batching keeps one for each document."""
+    # A cache of a packed row mixes documents. Transformers' continuous batching keeps one for each document.
 
     def test_generate_refuses_a_packed_row(self, docs):
         model = tiny_models.build("llama", "sdpa")

@@ -28,7 +28,7 @@ def test_sequences(family: str, kind: str) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "falcon"])
 def test_tokens(family: str) -> None:
-    """Falcon's forward takes position_ids and does not pass them on."""
+    # Falcon's forward takes position_ids and does not pass them on.
     tokens(family)
 
 
@@ -39,7 +39,7 @@ def llama() -> Any:
 
 @pytest.fixture
 def expected(llama: Any) -> Any:
-    """What padded training gives."""
+    # Padded training gives this.
     return run(llama, padded(DOCUMENTS, KINDS["classes"]))
 
 
@@ -105,7 +105,7 @@ def test_a_copy_and_a_reverted_one(llama: Any, batch: Any) -> None:
 
 
 def test_through_super(llama: Any, expected: Any, batch: Any) -> None:
-    """The derived class calls its base class's forward, and a model of the base class is patched too."""
+    # The derived class calls its base class's forward, and a model of the base class is patched too.
 
     class DerivedForSequenceClassification(type(llama)):  # type: ignore[misc]
         def forward(self, input_ids=None, attention_mask=None, position_ids=None, labels=None, **kwargs):  # type: ignore[no-untyped-def]
@@ -121,7 +121,7 @@ def test_through_super(llama: Any, expected: Any, batch: Any) -> None:
 
 
 def test_a_hook_that_expects_whole_rows_is_named(llama: Any, batch: Any) -> None:
-    """ms-swift's gives each document a padded row of its own, in the place of the head's pooling."""
+    # ms-swift's hook gives each document a padded row of its own, in the place of the head's pooling.
 
     def by_document(module: Any, args: Any, kwargs: Any, output: Any) -> Any:
         lengths = [5, 1, 9, 3]

@@ -22,7 +22,7 @@ TYPICAL = [name for name in ("bert:masked", "esm:masked", "modernbert:masked", "
 
 
 def refused(family):
-    """Return why ``apply`` refuses a family; empty if it does not."""
+    # Why ``apply`` refuses a family; empty if it does not.
     try:
         fa2patch.apply(tiny_models.build(family)).revert()
     except (errors.LayerNotPatchable, errors.UnsupportedModel) as error:
@@ -193,7 +193,7 @@ def test_heads_that_read_one_vector_per_row_are_refused(name):
 
 
 class NoPlaceForIds(transformers.BertModel):
-    """Like DistilBERT up to 4.57, it counts positions along the row and has no argument to change that."""
+    # Like DistilBERT up to 4.57, it counts positions along the row and has no argument to change that.
 
     def forward(self, input_ids=None, attention_mask=None):
         return super().forward(input_ids=input_ids, attention_mask=attention_mask)
@@ -220,7 +220,7 @@ def test_modernbert_that_unpads_on_its_own_is_refused():
 
 
 class TableOfTypes(transformers.BertModel):
-    """Like BERT up to 4.57, it cuts its table of token types to the length of the row."""
+    # Like BERT up to 4.57, it cuts its table of token types to the length of the row.
 
     def forward(self, input_ids=None, attention_mask=None, token_type_ids=None, position_ids=None, **kwargs):
         if token_type_ids is None:
@@ -239,7 +239,7 @@ def test_a_row_may_be_longer_than_a_table_of_token_types():
 
 
 class OwnTable(torch.nn.Module):
-    """Embeddings that count positions along the row, as DistilBERT's up to 4.57."""
+    # The embeddings count positions along the row, as DistilBERT's up to 4.57.
 
     def __init__(self, config):
         super().__init__()

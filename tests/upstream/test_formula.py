@@ -23,7 +23,7 @@ LENGTHS = (5, 9, 1, 3)
 
 
 class Attention(torch.nn.Module):
-    """Attention as BERT's layers up to Transformers 4.57 compute it."""
+    # BERT's layers up to Transformers 4.57 compute attention so.
 
     is_decoder = False
 
@@ -58,7 +58,7 @@ class TorchAttention(Attention):
 
 
 class FilledAttention(Attention):
-    """As DistilBERT's up to 4.56: queries are scaled, and the mask is compared with 0."""
+    # DistilBERT's up to 4.56 is so: queries are scaled, and the mask is compared with 0.
 
     def forward(self, query, mask, head_mask=None):
         q, k, v = (self.heads(part(query)) for part in (self.query, self.key, self.value))
@@ -70,7 +70,7 @@ class FilledAttention(Attention):
 
 
 class CappedAttention(CausalAttention):
-    """As Gemma 2's up to 4.47, with the operator of Falcon's."""
+    # Gemma 2's up to 4.47 is so. The operator is that of Falcon's.
 
     def forward(self, hidden_states, attention_mask=None):
         q, k, v = (self.heads(part(hidden_states)) for part in (self.query, self.key, self.value))
@@ -79,7 +79,7 @@ class CappedAttention(CausalAttention):
 
 
 class BatchedAttention(CausalAttention):
-    """As GPT-NeoX's up to 4.46: heads are in the batch, and a triangle hides later tokens."""
+    # GPT-NeoX's up to 4.46 is so: heads are in the batch, and a triangle hides later tokens.
 
     def __init__(self):
         super().__init__()
@@ -97,7 +97,7 @@ class BatchedAttention(CausalAttention):
 
 
 class SharedKeysAttention(CausalAttention):
-    """As GPTBigCode's up to 4.53: all heads share a key, and their queries follow each other along the row."""
+    # GPTBigCode's up to 4.53 is so: all heads share a key, and their queries follow each other along the row.
 
     def forward(self, hidden_states, attention_mask=None):
         batch, length = hidden_states.shape[:2]
@@ -259,7 +259,7 @@ def test_a_factor_after_the_softcap_is_one_of_the_cap_too():
 
 
 def test_another_thread_never_sees_a_formula_without_its_stand_ins():
-    """A formula's globals are refreshed in each call. They must not hold torch itself even for a moment."""
+    # A formula's globals are refreshed in each call. They must not hold torch itself even for a moment.
     computed, seen = formula.with_scores(Attention.forward), set()
     own = computed.__closure__[[*computed.__code__.co_freevars].index("alike")].cell_contents.__globals__
 
@@ -276,7 +276,7 @@ def test_another_thread_never_sees_a_formula_without_its_stand_ins():
 
 
 class Flash:
-    """What a flash class says of windows: all layers (Mistral), some by their number (Qwen2 of 4.37 and of 4.43)."""
+    # What flash classes say of windows: all layers (Mistral), some by their number (Qwen2 of 4.37 and of 4.43).
 
     def of_all(self):
         return getattr(self.config, "sliding_window", None)

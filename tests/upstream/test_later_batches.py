@@ -29,7 +29,7 @@ of_interfaces = pytest.mark.skipif(
 
 
 class Noting(Reference):
-    """The reference, which notes what it is called with."""
+    # It notes what it is called with.
 
     name = "noting"
 
@@ -105,7 +105,7 @@ def attention_of_users(module, query, key, value, attention_mask, **kwargs):
 
 
 def result(model, docs, context):
-    """What a packed row comes to: logits and gradients, or the kind of the error."""
+    # Logits and gradients, or the kind of the error.
     try:
         with context():
             logits = model(**pack(docs)).logits
@@ -125,7 +125,6 @@ def assert_same(found, expected):
 
 
 def warm(model):
-    """Compute packed rows with gradients and without."""
     for _ in range(3):
         result(model, OTHER_DOCS, contextlib.nullcontext)
         result(model, DOCS, torch.no_grad)
@@ -134,7 +133,7 @@ def warm(model):
 @pytest.mark.skipif(not hasattr(transformers, "AttentionInterface"), reason="attention of users is not registered yet")
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_of_the_model_is_seen(change, kernel, monkeypatch):
-    """The result is that of a model that was changed before its first batch, and the kernel is given the same."""
+    # The result is that of a model that was changed before its first batch, and the kernel is given the same.
     monkeypatch.setitem(transformers.AttentionInterface._global_mapping, "of_the_user", attention_of_users)
     model, fresh = built("llama"), built("llama")
     for one in (model, fresh):
@@ -185,7 +184,7 @@ def test_a_tensor_of_unknown_meaning_is_refused_in_a_later_batch():
 
 @of_interfaces
 def test_only_calls_of_one_kind_are_prepared_once():
-    """Two kinds of a layer, with gradients and without. Lengths are no kind."""
+    # Two kinds of a layer, with gradients and without. Lengths are no kind.
     model = built("llama")
     patch = fa2patch.apply(model)
     warm(model)
@@ -208,7 +207,7 @@ def test_a_class_that_is_not_causal_any_more_is_seen():
 
 
 def test_a_layer_that_is_not_known_is_looked_at_in_each_call():
-    """GPT-NeoX of some releases hands no layer to its function."""
+    # GPT-NeoX of some releases hands no layer to its function.
     model = built("llama")
     patch = fa2patch.apply(model)
     states = torch.randn(1, 2, 17, 8)
@@ -241,7 +240,7 @@ def test_a_layer_that_is_gone_is_not_kept_alive():
 
 @of_interfaces
 def test_a_prepared_layer_takes_few_calls(kernel):
-    """Counted between two forwards that differ in layers only: the seam's calls, without those of the kernel."""
+    # Counted between two forwards that differ in layers only: the seam's calls, without those of the kernel.
     counts = []
     for number in (2, 6):
         model = built("llama", num_hidden_layers=number)

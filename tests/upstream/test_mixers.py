@@ -1,6 +1,5 @@
-"""Mixers run document by document; in batches of near length, or the whole row, where a trial has passed.
-
-Models are real or toys.
+"""Mixers, of real models or toys, run document by document; in batches of near length, or the whole row, where a trial
+has passed.
 """
 
 from __future__ import annotations
@@ -44,17 +43,11 @@ CHUNK = 8
 
 
 class Running(torch.nn.Module):
-    """A toy mixer: the running sum of a projection.
-
-    Attributes:
-        mix: computes the output from the projection of several documents.
-        kernel: computes the output if ``seq_idx`` is given, from the documents' own sums and from the sum before each
-            document. None ignores ``seq_idx``.
-        numbers, lengths: ``seq_idx`` of the last call that got it, and its documents' lengths.
-        shapes: the shapes of the hidden states of its calls.
-    """
+    """A toy mixer: the running sum of a projection."""
 
     def __init__(self, mix=lambda projected: projected.cumsum(1), kernel=None):
+        # ``mix`` computes the output from the projection of several documents. If ``seq_idx`` is given, ``kernel``
+        # computes it from the documents' own sums and from the sum before each document; None ignores ``seq_idx``.
         super().__init__()
         self.weight = torch.nn.Parameter(torch.randn(8, 8))
         self.mix, self.kernel, self.shapes = mix, kernel, []
@@ -80,7 +73,7 @@ class Dropping(Running):
 
 
 class Counting(Running):
-    """Keeps the mean of its inputs in a buffer, which it changes or replaces."""
+    # It keeps the mean of its inputs in a buffer, which it changes or replaces.
 
     def __init__(self, replaces=False):
         super().__init__(self.counted)
@@ -131,7 +124,7 @@ def wrong_if_short(module, apart, before):
 
 
 def leaks_over_a_short_one(module, apart, before):
-    """As a convolution over four tokens that only looks whether the last one is of the same document."""
+    # A convolution over four tokens does so if it only looks whether the last one is of the same document.
     pieces = list(apart.split(module.lengths, 1))
     for at in range(2, len(pieces)):
         if pieces[at - 1].shape[1] < 4:
@@ -143,13 +136,15 @@ def wrong_if_one_is_empty(module, apart, before):
     return apart * (1 + 0.1 * (max(module.numbers.diff().tolist()[0]) > 1))
 
 
+# A row shows these kernels as wrong by the lengths of its documents.
 ROW_FAULTS = {
     wrong_if_short: "computes something else",
     leaks_over_a_short_one: "changes a document when the others change",
     wrong_if_one_is_empty: "computes something else",
 }
-"""Kernels that a row shows as wrong by the lengths of its documents."""
 
+# Batches of near length cannot be given to these mixers. At zeros, the third one's derivative is not a number. The last
+# but one goes by its call's length alone, and the last is wrong only where the longest document has no padding beside.
 BATCH_FAULTS = [
     (lambda x: x.cumsum(1) - x.mean(1, keepdim=True), "computes something else"),
     (lambda x: one_document(x).cumsum(1), "it fails: ValueError: one document at a time"),
@@ -165,12 +160,10 @@ BATCH_FAULTS = [
     (lambda x: x.cumsum(1) * (1 + 0.01 * x.shape[1]), "computes something else"),
     (lambda x: x.cumsum(1) * (1 + 0.1 * (len(x) > 1) * (torch.arange(x.shape[1]) == 6)[:, None]), "computes something"),
 ]
-"""Mixers that batches of near length cannot be given to. At zeros, the third one's derivative is not a number. The last
-but one goes by its call's length alone, and the last is wrong only where the longest document has no padding beside."""
 
 
 def before(x):
-    """What the document before each one in a batch has; nothing for the first."""
+    # What the document before each one in a batch has; nothing for the first.
     return torch.cat([0 * x[:1], x[:-1]])
 
 
@@ -187,10 +180,11 @@ def following(x):
 
 
 def at_ends_of_chunks(x):
-    """What the next token has, for the last tokens of chunks; nothing for others."""
+    # What the next token has, for the last tokens of chunks; nothing for others.
     return following(x) * (torch.arange(x.shape[1]) % CHUNK == CHUNK - 1)[:, None]
 
 
+# These mixers look at later tokens. Documents of whole chunks do not show it of the second one.
 AHEAD = {
     "beyond a chunk": lambda x: x.cumsum(1) - x.mean(1, keepdim=True) * far(x),
     "inside a chunk, beyond the first": lambda x: torch.cat(
@@ -200,8 +194,8 @@ AHEAD = {
     "at the end of a chunk": lambda x: x.cumsum(1) + 1e-5 * at_ends_of_chunks(x),
     "in the backward": lambda x: x.cumsum(1) + at_ends_of_chunks(x - x.detach()),
 }
-"""Mixers that look at later tokens. Documents of whole chunks do not show it of the second one."""
 
+# These mixers pass a first row and fail on another, as Mamba 2 in 4.45 and Nemotron-H in 5.3 do beyond a chunk.
 LONGER = {
     "a document of several chunks in a longer call": (AHEAD["beyond a chunk"], (5, 3, 7), (12, 9, 10)),
     "a document of one chunk in a call of several": (
@@ -212,7 +206,6 @@ LONGER = {
     "documents of one length": (lambda x: x.cumsum(1) + x.roll(1, 0) * (x.shape[1] > CHUNK), (6, 6, 6), (9, 9, 9)),
     "what a row of one length shows says nothing of padding": (lambda x: x.flip(1).cumsum(1), (6, 6, 6), (5, 7, 6)),
 }
-"""Mixers that pass a first row and fail on another, as Mamba 2 in 4.45 and Nemotron-H in 5.3 do beyond a chunk."""
 
 
 @pytest.fixture
@@ -234,26 +227,26 @@ forward = mixer.by_document(Running.forward)
 
 
 def packed(lengths, picks=None):
-    """The packed mask of a row and hidden states for it ``[1, tokens, 8]``."""
+    # The hidden states are [1, tokens, 8].
     mask = packed_mask_of(pack(documents(*lengths)), fa2patch.apply(tiny_models.build("llama", "sdpa")))
     mask.picks = mask.picks if picks is None else picks
     return mask, torch.randn(1, sum(lengths), 8)
 
 
 def right(module, hidden, lengths=LENGTHS):
-    """What the documents one by one give, without lengths."""
+    # What the documents one by one give, without lengths.
     return torch.cat([Running.forward(module, piece) for piece in hidden.split(list(lengths), 1)], 1)
 
 
 def computed(module, mask, hidden):
-    """The mixer's output for a packed row. Its shapes are those of the calls once its trials are made."""
+    # The shapes are those of the calls once the module's trials are made.
     forward(module, hidden, attention_mask=mask)
     module.shapes.clear()
     return forward(module, hidden, attention_mask=mask)
 
 
 def in_a_row(module, lengths, exactly=False):
-    """Require the right output for a packed row, and return what was picked and why."""
+    # The packed row's output must be right. Returned is what was picked and why.
     mask, hidden = packed(lengths)
     output = computed(module, mask, hidden)
     shapes = list(module.shapes)
@@ -265,7 +258,7 @@ def in_a_row(module, lengths, exactly=False):
 
 
 def built(family):
-    """A model in train mode with scaled up weights. In eval mode RWKV writes to its own states."""
+    # The weights are scaled up. The model is in train mode, because in eval mode RWKV writes to its own states.
     model = tiny_models.build(family).train()
     tiny_models.scale_up(model)
     return model
@@ -327,7 +320,7 @@ def test_a_mixer_without_memory_for_its_trial_says_so_and_is_tried_again(mask, h
 
 
 def test_what_was_seen_of_one_mixer_says_nothing_of_another_of_its_class(mask, any_device):
-    """Parameters matter: a convolution over one token keeps documents apart, and one over four does not."""
+    # Parameters matter: a convolution over one token keeps documents apart, and one over four does not.
     hidden = torch.randn(1, sum(LENGTHS), 8)
     good, bad = Running(kernel=keeps_apart), Running()
     for module in (good, bad, good):
@@ -486,7 +479,8 @@ def test_a_mixer_that_looks_ahead_is_found_whatever_the_lengths_of_its_first_row
 
 @pytest.mark.parametrize("others", [(), (CHUNK, CHUNK - 1)])
 def test_a_mixer_in_which_only_the_last_token_of_a_document_sees_padding_is_found(others):
-    """As Zamba 2 in 5.4 and 5.9: less than a trial's tolerance, and the first part of the document is one chunk."""
+    # As in Zamba 2 of 5.4 and 5.9: it is less than a trial's tolerance, and the first part of the document is one
+    # chunk.
 
     def mix(x):
         behind = x[:, CHUNK:]
@@ -497,7 +491,7 @@ def test_a_mixer_in_which_only_the_last_token_of_a_document_sees_padding_is_foun
 
 
 def test_what_fills_a_batch_up_is_changed_in_a_trial():
-    """One token sees the next, which is padding of the second document."""
+    # One token sees the next, which is padding of the second document.
 
     def mix(x):
         return x.cumsum(1) + 1e-5 * following(x.detach()) * (torch.arange(x.shape[1]) == 6)[:, None]
@@ -508,7 +502,7 @@ def test_what_fills_a_batch_up_is_changed_in_a_trial():
 
 @pytest.mark.parametrize("fault", ["of long documents that share a call", "of padded ones"])
 def test_a_trial_makes_calls_of_all_lengths_that_its_verdict_holds_up_to(fault):
-    """The first documents of this row are a batch without padding, and the others one with padding."""
+    # The first documents of this row are a batch without padding, and the others one with padding.
 
     def mix(x):
         last = (torch.arange(x.shape[1]) >= 140)[:, None]
@@ -580,7 +574,7 @@ def test_dropout_is_off_in_a_trial_and_on_behind_it():
 
 @pytest.mark.parametrize("reason", ["it draws by itself", "deepspeed's zero-3"])
 def test_documents_one_by_one_where_a_trial_fails_or_cannot_be_made(reason):
-    """The hooks of DeepSpeed's ZeRO-3 would take a trial's backward for the training's."""
+    # The hooks of DeepSpeed's ZeRO-3 would take a trial's backward for the training's.
     mask, hidden = packed((5, 4, 5))
     draws = reason == "it draws by itself"
     module = Running(lambda x: torch.nn.functional.dropout(x.cumsum(1), 0.5)) if draws else Running()
@@ -703,7 +697,7 @@ def test_documents_of_a_batch_are_isolated_by_perturbation_and_by_gradient(famil
 
 @pytest.mark.parametrize("family", HYBRIDS)
 def test_paths_of_a_tree_share_calls(family):
-    """What they share is computed on each of them, and taken from the first."""
+    # What the paths share is computed on each of them, and taken from the first.
     lengths, parents = [5, 3, 4, 3, 6, 3], [-1, 0, 0, 0, -1, 4]
     model, batch = built(family), tree_batch(lengths, parents)
     paths = [[*range(5), *range(start, stop)] for start, stop in ((5, 8), (8, 12), (12, 15))] + [[*range(15, 24)]]
@@ -726,7 +720,7 @@ def test_isolated_without_a_patch_not(family):
 
 
 class Work(TorchDispatchMode):
-    """Counts the operators that run in a block, and the numbers that they return."""
+    # Counts the operators that run in a block, and the numbers that they return.
 
     def __init__(self):
         super().__init__()
@@ -742,7 +736,8 @@ class Work(TorchDispatchMode):
 @pytest.mark.parametrize("family", ["jamba", "falcon_h1", "qwen3_next", "kimi_linear"])
 @pytest.mark.parametrize("lengths", [(5, 9, 3), tuple(5 + 5 * at % 33 for at in range(14))], ids=["few", "many"])
 def test_a_first_batch_costs_three_batches_more_than_a_later_one(family, lengths):
-    """Forward and backward of the whole model, in operators, which take the time on a tiny one, and in numbers."""
+    # Forward and backward of the whole model are counted in operators, which take the time on a tiny one, and in
+    # numbers.
     model, work = packed_rows.built(family).train(), []
     with fa2patch.apply(model, prove=False):  # a proof costs a batch of its own
         for _ in range(2):
@@ -756,7 +751,7 @@ def test_a_first_batch_costs_three_batches_more_than_a_later_one(family, lengths
 
 @pytest.mark.parametrize("family", HYBRIDS)
 def test_no_dearer_than_documents_alone(family):
-    """The mixers' linear layers are called less often than for the documents one by one, on few tokens of padding."""
+    # The mixers' linear layers are called less often than for the documents one by one, on few tokens of padding.
     docs, model = documents(*LENGTHS), tiny_models.build(family)
     layers = None
 
@@ -784,7 +779,7 @@ def test_no_dearer_than_documents_alone(family):
 
 
 def test_a_kernel_that_takes_lengths_is_handed_the_row(any_device):
-    """Qwen3-Next's real code, with functions that take boundaries like causal-conv1d and flash-linear-attention."""
+    # Qwen3-Next's real code, with functions that take boundaries like causal-conv1d and flash-linear-attention.
     if not tiny_models.is_present("qwen3_next"):
         pytest.skip("this Transformers has no Qwen3-Next")
     model, docs = tiny_models.build("qwen3_next"), documents(*LENGTHS)
@@ -819,7 +814,7 @@ def test_a_kernel_that_takes_lengths_is_handed_the_row(any_device):
 
 @pytest.mark.skipif("lfm2" not in HYBRIDS, reason="this Transformers has no LFM2")
 def test_rows_of_one_token_need_no_boundaries_in_mixers():
-    """LFM2 of 5.10 hands its convolutions no mask if rows are one token long, as in decoding."""
+    # LFM2 of 5.10 hands its convolutions no mask if rows are one token long, as in decoding.
     model = tiny_models.build("lfm2", "eager")
 
     def without_a_mask(layer, args, kwargs):

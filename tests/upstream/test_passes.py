@@ -16,9 +16,9 @@ from classification_cases import build, documents
 
 import fa2patch
 from compat_matrix import tiny_models
+from fa2patch.documents.row_shape import RowShape
 from fa2patch.errors import OverBudget, PackingError
 from fa2patch.packing.passes import Counts
-from fa2patch.packing.still_shapes import StillShapes
 from fa2patch.patch.applying import budget_of
 from fa2patch.patch.padding import pack_padded_batches
 
@@ -32,8 +32,8 @@ FAMILIES = (
 )  # fmt: skip
 
 
+# Parts of these families compute in float32 inside of float64.
 IN_FLOAT32 = {"gemma2", "gemma3_text", "rwkv", "jamba", "bamba", "qwen3_next", "mamba", "mamba2"}
-"""Families parts of which compute in float32 inside of float64."""
 
 
 def packed(lengths: tuple[int, ...] = LENGTHS, first: int = 0) -> dict[str, torch.Tensor]:
@@ -50,7 +50,7 @@ def padded(lengths: tuple[int, ...] = LENGTHS) -> dict[str, torch.Tensor]:
 
 
 def results(model: Any, batch: dict[str, Any], **options: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """The logits, and the gradients of a loss that no sum over documents is."""
+    # The gradients are those of a loss that is no sum over documents.
     model.zero_grad()
     cacheless = {"use_cache": False} if takes(model, "use_cache") else {}
     logits = model(**batch, **cacheless, **options).logits
@@ -77,7 +77,7 @@ def assert_same(found: Any, expected: Any, bound: float = 1e-9) -> None:
 
 
 def made(family: str) -> Any:
-    """A model in float64. Some of its code may compute in float32."""
+    # Some of the model's code may compute in float32.
     sdpa = family != "gemma2" and getattr(tiny_models.model_class(family), "_supports_sdpa", False)
     model = tiny_models.build(family, "sdpa" if sdpa else "eager", torch.float64)
     for module in model.modules():  # dropout draws others for other rows
@@ -113,7 +113,6 @@ def test_a_batch_in_passes_is_the_batch_at_once(family: str, kind: str) -> None:
 
 
 def counted(patch: Any) -> Counts:
-    """What a patched model computes from now on."""
     patch.budget.counts = Counts()
     return patch.budget.counts
 
@@ -151,7 +150,7 @@ def test_rows_without_padding_and_without_a_mask() -> None:
 
 
 def test_several_packed_rows() -> None:
-    """Passes are filled from all rows."""
+    # Passes are filled from all rows.
     model, rows = made("mixtral"), [packed((30, 11)), packed((5, 16, 20)), packed((41,))]
     batch = {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
     fa2patch.apply(model)
@@ -163,7 +162,7 @@ def test_several_packed_rows() -> None:
 
 @pytest.mark.parametrize("budget", [40, 60, 1000])
 def test_shared_prompts(budget: int) -> None:
-    """Rows that share a prompt are in one pass, where it is computed once, if they fit; else each has its own."""
+    # Rows that share a prompt are in one pass, where it is computed once, if they fit; else each has its own.
     model, prompts = made("llama"), documents(20, 18)
     rows = [torch.cat([prompts[at // 4], end]) for at, end in enumerate(documents(5, 1, 9, 3, 12, 4, 7, 2))]
     pad = torch.nn.utils.rnn.pad_sequence
@@ -241,7 +240,7 @@ def test_layers_that_are_checkpoints_themselves(reentrant: bool) -> None:
 
 
 def test_dropout_is_drawn_again_as_it_was() -> None:
-    """The backward of a pass computes it again, with the random numbers of its forward."""
+    # The backward of a pass computes it again, with the random numbers of its forward.
     model = made("llama")
     model.model.layers[1].mlp.register_forward_hook(lambda module, args, output: torch.dropout(output, 0.5, True))
     fa2patch.apply(model, padded_batches=True, max_tokens=BUDGET, prove=False)
@@ -284,7 +283,7 @@ def test_shapes_that_stand_still(shapes: dict[str, Any]) -> None:
     batch = packed((31, 7, 19, 25, 3, 12, 28, 9))
     patch = fa2patch.apply(model)
     expected = results(model, batch)
-    patch.budget = budget_of(BUDGET, "error", StillShapes(BUDGET, **shapes))
+    patch.budget = budget_of(BUDGET, "error", RowShape(**shapes, max_tokens=BUDGET))
     seen: set[Any] = set()
     model.model.layers[0].register_forward_pre_hook(lambda module, args: seen.add(args[0].shape[1]))
     fa2patch.apply(model, prove=False)
@@ -293,7 +292,7 @@ def test_shapes_that_stand_still(shapes: dict[str, Any]) -> None:
 
 
 def test_what_is_not_for_each_token_is_said() -> None:
-    """A batch is computed at once if its parts are not known, and says so."""
+    # A batch is computed at once if its parts are not known, and says so.
     model = made("llama")
 
     class Scaled(type(model.model)):  # type: ignore[misc]

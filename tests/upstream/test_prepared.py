@@ -29,7 +29,7 @@ TOKENS = 17
 
 
 class Noting(Reference):
-    """The reference, which notes what it is called with, and what it is asked to support."""
+    # It notes what it is called with, and what it is asked to support.
 
     name = "noting"
 
@@ -46,10 +46,7 @@ class Noting(Reference):
 
 
 class Layer:
-    """A patched layer, its attention function and what the function is called with.
-
-    The function is the flash one, for which the dtype of a weight decides, too.
-    """
+    # The attention function is the flash one, for which the dtype of a weight decides, too.
 
     def __init__(self, dtype=torch.float32):
         self.kernel = Noting()
@@ -67,7 +64,7 @@ class Layer:
         return torch.linspace(-1, 1, rows * heads * tokens * dim, dtype=dtype).view(rows, heads, tokens, dim)
 
     def computed(self):
-        """The output or the error of a call, and what the kernel was given."""
+        # The output or the error of a call, and what the kernel was given.
         self.kernel.noted.clear()
         torch.manual_seed(0)
         try:
@@ -103,7 +100,7 @@ def within(context):
 
 
 def of_a_tree(layer):
-    """The second document continues the first one."""
+    # The second document continues the first one.
     boundaries = replace(layer.mask.boundaries, parents=torch.tensor([-1, 0, -1], dtype=torch.int32), made={})
     layer.mask = replace(layer.mask, boundaries=boundaries)
 
@@ -128,7 +125,7 @@ def in_training(layer):
 
 
 def replaced(name, *inside):
-    """Put another module in the place of the one that has the weight, or none."""
+    # Another module, or none, stands in the place of the one that has the weight.
 
     def change(layer):
         del layer.module._modules["q_proj"]
@@ -223,7 +220,7 @@ def test_a_scale_whose_value_changes_is_looked_at_in_each_call():
 
 
 def test_a_call_that_is_not_causal_is_another_kind():
-    """The keyword decides where the layer has no ``is_causal``."""
+    # The keyword decides where the layer has no ``is_causal``.
     kept = Layer()
     del kept.module.is_causal
     for _ in range(3):
@@ -262,7 +259,7 @@ def test_a_device_is_a_kind():
 
 
 def test_another_layer_that_has_got_the_number_is_looked_at():
-    """A layer's ``id`` may come again; what was kept says of which layer it is."""
+    # A layer's ``id`` may come again; what was kept says of which layer it is.
     layer = Layer()
     for _ in range(3):
         layer.computed()

@@ -23,8 +23,8 @@ from fa2patch import errors
 
 STYLES = {"fused_qkv": "formula", "latent": "formula", "sinks": "interface"}
 MIXTURE = "sinks"
+# This style loads with flash attention even without flash-attn, since its file chooses the class by itself.
 FLASH = ("fused_qkv", {"attn_implementation": "flash_attention_2"})
-"""The style that loads with flash attention even without flash-attn, since its file chooses the class by itself."""
 LENGTHS = (5, 9, 1, 3)
 
 registry = sys.modules["fa2patch.upstream.architectures"]
@@ -33,7 +33,7 @@ every_style = pytest.mark.parametrize("style", STYLES)
 
 @pytest.fixture(scope="module", autouse=True)
 def modules(tmp_path_factory):
-    """Give Transformers a temporary folder for copies of remote code. The imported modules are removed afterwards."""
+    # Copies of remote code are in a temporary folder. The imported modules are removed afterwards.
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path_factory.mktemp("modules")))
         patched.setattr(sys, "path", list(sys.path))
@@ -48,7 +48,7 @@ def imported():
 
 @pytest.fixture(scope="module")
 def checkpoint(modules, tmp_path_factory):
-    """Return a function that gives a style's folder with weights, the same ones every time."""
+    # A style's folder has the same weights every time.
     written = {}
 
     def folder(style):
@@ -71,7 +71,7 @@ def checkpoint(modules, tmp_path_factory):
 
 @pytest.fixture
 def load(checkpoint, monkeypatch):
-    """Return a function that loads a style's checkpoint. Models are reverted after the test."""
+    # Models are reverted after the test.
     monkeypatch.setattr(AutoModelForCausalLM._model_mapping, "_extra_content", {})
     monkeypatch.setattr(registry, "_rows", dict(registry._rows))
     loaded = []
@@ -92,7 +92,7 @@ def docs():
 
 
 def namespaces(model):
-    """Return all attributes that a patch could touch. Their values are kept alive, so that identities stay valid."""
+    # All attributes that a patch could touch. Their values are kept alive, so that identities stay valid.
     classes = {cls for module in model.modules() for cls in type(module).__mro__ if "transformers_modules" in str(cls)}
     owners = [*classes, *{sys.modules[cls.__module__] for cls in classes}, *model.modules()]
     return [(owner, name, value) for owner in owners for name, value in vars(owner).items()]
@@ -198,10 +198,8 @@ def test_of_two_revisions_loaded_at_once_only_one_is_patched(style, load, docs, 
 
 
 class TestExecutedAgain:
-    """Transformers 4.39 to 4.42 execute a modeling file again, in the same module, whenever a model is loaded.
-
-    Later versions do so if the file has changed.
-    """
+    # Transformers 4.39 to 4.42 execute a modeling file again, in the same module, whenever a model is loaded. Later
+    # versions do so if the file has changed.
 
     @staticmethod
     def execute(model):
@@ -242,7 +240,7 @@ class TestExecutedAgain:
 
 
 class TestRegister:
-    """A registry row states what cannot be found by looking at the modeling file."""
+    # A registry row states what cannot be found by looking at the modeling file.
 
     def test_refuse(self, load):
         def of_alibi(config):
@@ -280,7 +278,7 @@ class TestRegister:
 
 
 class TestRefusals:
-    """A refused model raises an error and is left unchanged."""
+    # A refused model must be left unchanged.
 
     @staticmethod
     def refused(model, error, match):

@@ -21,8 +21,8 @@ from fa2patch.upstream.facts import Site
 from fa2patch.upstream.find_layers import ModelLayers
 from fa2patch.upstream.seams import formula, interface
 
+# Fake models by how their attention finds flash attention. Those with classes are on the formula seam.
 MODELING = {"interface": modeling_interface, "function": modeling_function, "method": modeling_method}
-"""Fake models by how their attention finds flash attention. Those with classes are on the formula seam."""
 
 SEAMS = {"interface": "interface", "function": "formula", "method": "formula"}
 IMPLEMENTATIONS = ("eager", "sdpa", "flash_attention_2")
@@ -35,7 +35,6 @@ MAKERS = {"mask": masks.let_through, "registry": interface.Overlay, "eager": int
 
 
 def site_of(plan, kind):
-    """Return the site of a kind in a plan."""
     if kind in ("base_model", "causal_lm"):
         return [site for site in plan.sites if site.make is forward.entered][-1 if kind == "base_model" else 0]
     return next(
@@ -52,8 +51,7 @@ FEATURES = {
 }
 LENGTHS = (5, 9, 1, 3, 7)
 
-built = []
-"""The models of the running test."""
+built = []  # the models of the running test
 
 every_seam = pytest.mark.parametrize("seam", MODELING)
 every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -82,7 +80,7 @@ def build(seam, implementation="eager", **changes):
 
 @pytest.fixture(autouse=True)
 def registered(monkeypatch):
-    """Register rows for the fake models. Rows and patches are removed after the test."""
+    # Rows and patches are removed after the test.
     architectures = sys.modules["fa2patch.upstream.architectures"]
     monkeypatch.setattr(architectures, "_rows", dict(architectures._rows))
     for seam in MODELING:
@@ -99,7 +97,7 @@ def docs():
 
 @pytest.fixture
 def flash_attn(monkeypatch):
-    """Define what the modeling files have in addition if flash-attn is installed."""
+    # If flash-attn is installed, the modeling files have these names in addition.
 
     def attend(query, key, value, attention_mask, window):
         length = query.shape[1]
@@ -119,7 +117,7 @@ def flash_attn(monkeypatch):
 
 
 class Found:
-    """A record of all attributes that a patch could touch. Values are kept alive, so that identities stay valid."""
+    # All attributes that a patch could touch. Values are kept alive, so that identities stay valid.
 
     def __init__(self, model):
         modeling = sys.modules[type(model).__module__]
@@ -141,7 +139,6 @@ class Found:
 
 
 def outcome(model, batch):
-    """Return the logits, or the error's class."""
     try:
         return model(**batch).logits
     except Exception as error:
@@ -235,7 +232,7 @@ CAUSAL = [
 
 @pytest.mark.parametrize("seam, of_layer, said, causal", CAUSAL)
 def test_a_layer_looks_both_ways_where_it_or_its_call_says_so(seam, of_layer, said, causal, docs):
-    """The gradient of a token in a document's middle shows which tokens it sees."""
+    # The gradient of a token in a document's middle shows which tokens it sees.
     patch = fa2patch.apply(model := build(seam, "flash_attention_2"))
     patch.facts.both_ways = True  # as in an encoder
     for layer in model.model.layers:
@@ -354,7 +351,7 @@ def test_a_layers_state_is_live(seam):
 
 
 class OtherAttention(torch.nn.Module):
-    """A layer without a seam, which computes attention directly."""
+    # The layer has no seam, and computes attention directly.
 
     def forward(self, hidden_states, *args, **kwargs):
         return hidden_states + F.scaled_dot_product_attention(*[hidden_states[:, None]] * 3, is_causal=True)[:, 0]
@@ -403,7 +400,7 @@ def test_a_second_models_failed_apply_leaves_the_first_patched(seam, monkeypatch
 
 @contextlib.contextmanager
 def put_back(patch, kind):
-    """Restore the attribute of this site within the block, as if other code had put it back by hand."""
+    # Other code puts the attribute back by hand like this, here within the block.
     site = site_of(patch.plan, kind)
     owner, attribute = site.owner, site.attribute
     used = next(used for used in binding.used_by(patch) if (used.owner, used.attribute) == (owner, attribute))
@@ -480,7 +477,7 @@ def test_of_two_models_each_is_patched_until_its_own_revert(seam, docs):
 
 
 class Elsewhere:
-    """A base model's forward that is defined in another file than its attention, as in some remote code."""
+    # In some remote code, a base model's forward is defined in another file than its attention.
 
     def forward(self, input_ids=None, attention_mask=None, position_ids=None, inputs_embeds=None):
         return super().forward(input_ids, attention_mask, position_ids, inputs_embeds)

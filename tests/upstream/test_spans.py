@@ -24,8 +24,8 @@ FAMILIES = [
 ]
 only_gemma3 = pytest.mark.skipif(not cases.is_present("gemma3"), reason=transformers.__version__)
 only_paligemma = pytest.mark.skipif(not cases.is_present("paligemma"), reason=transformers.__version__)
+# The tolerance of a gradient is relative to the largest of its parameter, or to a ten-thousandth of the largest of all.
 TOLERANCE = 2e-4
-"""Of a gradient, relative to the largest of its parameter, or to a ten-thousandth of the largest of all."""
 
 
 def assert_same(found, expected):
@@ -48,7 +48,7 @@ def assert_row(model, row, expected):
 @pytest.mark.parametrize("labels", [True, False], ids=["labels", "no labels"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_each_document_of_a_packed_row_equals_itself_alone(family, labels):
-    """Up to 4.57, PaliGemma's suffix is causal only with labels."""
+    # Up to 4.57, PaliGemma's suffix is causal only with labels.
     model, docs = cases.build(family), cases.documents(family)
     without = {} if labels else {"labels": None}
     expected = documents_alone(model, docs, **without)
@@ -137,7 +137,7 @@ def test_documents_longer_than_the_window(family):
 
 @pytest.mark.skipif(not hasattr(transformers, "Gemma4Config"), reason=transformers.__version__)
 def test_gemma_4_sees_pictures_both_ways_in_the_layers_in_which_its_version_does():
-    """Tokens of types 1 and 2. In 5.23 only sliding layers let them see each other, in 5.10 all layers do."""
+    # Pictures are tokens of types 1 and 2. In 5.23 only sliding layers let them see each other, in 5.10 all layers do.
     model = cases.gemma4()
     kinds = [[0, 0, 1, 1, 1, 0, 0, 0, 0, 0, 0], [1, 1, 1, 0, 2, 2, 2, 2, 0, 0, 0, 0, 0], [0, 0, 0]]
     docs = [
@@ -159,7 +159,7 @@ def test_a_picture_longer_than_the_window_is_refused():
 
 @only_paligemma
 def test_a_prefix_behind_the_suffix_is_refused_or_right():
-    """In 5.0 the tokens behind the suffix are a block of their own, which is a span."""
+    # In 5.0 the tokens behind the suffix are a block of their own, which is a span.
     model, docs = cases.build("paligemma"), cases.documents("paligemma")
     docs[1]["token_type_ids"][0, -1] = 0
     expected = torch.cat([cases.alone(model, doc) for doc in docs])
@@ -246,7 +246,7 @@ def test_a_function_that_says_something_unknown_is_refused():
 
 @pytest.mark.parametrize("name", ["token_type_ids", "mm_token_type_ids"])
 def test_types_of_pictures_that_a_function_does_not_hand_on_are_refused(name):
-    """Gemma 4's types had a name that was not known: 5.5 to 5.8 computed its pictures as text, in silence."""
+    # Gemma 4's types had a name that was not known: 5.5 to 5.8 computed its pictures as text, in silence.
 
     def create_masks(config, attention_mask, **types):
         raise AssertionError("it is not called")
@@ -268,7 +268,7 @@ def test_the_blocks_of_a_closure_are_known_by_each_name_that_it_gave_them(held):
 
 
 def test_pictures_that_see_each_other_by_their_distance_are_one_to_a_document():
-    """Gemma 3's closure in 4.53 holds the types and a distance. Two pictures of a document see each other, too."""
+    # Gemma 3's closure in 4.53 holds the types and a distance. Two pictures of a document see each other, too.
 
     def overlay(token_type_ids, tokens_per_image):
         return lambda q, k: token_type_ids[q] == token_type_ids[k] and abs(q - k) <= tokens_per_image
@@ -281,7 +281,7 @@ def test_pictures_that_see_each_other_by_their_distance_are_one_to_a_document():
 
 
 def test_a_function_that_has_its_masks_made_by_others_is_called():
-    """Gemma 4's in 5.5 to 5.8: its masks of sliding layers hold the pictures, those of full layers do not."""
+    # Gemma 4's in 5.5 to 5.8 is one: its masks of sliding layers hold the pictures, those of full layers do not.
     numbers, mask = torch.tensor([[-1, 0, 0, -1, -1, 1, 1, 1]]), mask_of(3, 5)
 
     scope = {"create_causal_mask": masks.let_through(create_causal_mask), "__name__": "modeling_gemma4"}
@@ -304,7 +304,7 @@ def mask_of(*lengths):
 
 
 def test_a_model_that_makes_its_prefix_mask_while_it_merges_pictures_is_refused():
-    """PaliGemma in 4.41 to 4.44."""
+    # PaliGemma in 4.41 to 4.44 does so.
 
     class Old:
         def _merge_input_ids_with_image_features(self, image_features, token_type_ids):

@@ -23,8 +23,8 @@ from fa2patch.upstream.seams.scores import Scores
 
 LENGTHS = (5, 1, 9, 4)
 FAMILIES = ("llama", "gemma2", "granite", "gptj", "qwen3")
+# The attributes that hold a scale. The latter is GPT-J's (up to 4.57), and divides.
 WHERE = ("scaling", "scale_attn")
-"""The attributes that hold a scale. The latter is GPT-J's (up to 4.57), and divides."""
 
 SCALES = {
     "learned": lambda scale, heads: torch.nn.Parameter(torch.tensor(float(scale))),
@@ -44,7 +44,7 @@ def layers_of(model):
 
 
 def with_scale(family, made):
-    """An unpatched eager model whose layers have a scale that is a tensor."""
+    # The model is unpatched and eager.
     if not tiny_models.is_present(family):
         pytest.skip(f"this Transformers has no {family}")
     model = tiny_models.build(family, "eager")
@@ -60,10 +60,8 @@ def with_scale(family, made):
 
 @pytest.fixture
 def in_float64(monkeypatch):
-    """Let eager code, which makes weights of attention float32, keep them in float64.
-
-    The gradient of a learned scale is a sum of products that cancel, of which float32 leaves three digits.
-    """
+    # Eager code makes weights of attention float32. Here it keeps them in float64: the gradient of a learned scale is a
+    # sum of products that cancel, of which float32 leaves three digits.
     softmax = torch.softmax
     monkeypatch.setattr(torch.nn.functional, "softmax", lambda scores, dim=-1, **asked: softmax(scores, dim))
 
@@ -133,7 +131,7 @@ def test_a_scale_of_each_key_is_refused_by_name(family):
 
 
 def called(**options):
-    """Packed attention, of states whose scores are far apart."""
+    # The scores of these states are far apart.
     states = [torch.linspace(-2, 2, 19 * 4 * 8).sin().view(1, 19, 4, 8) * (2 + part) for part in range(3)]
     ends = torch.tensor([0, 5, 6, 15, 19], dtype=torch.int32)
     return packed_attention(*states, from_cu_seqlens(ends, 9, (1, 19)), Options(**options))

@@ -53,7 +53,7 @@ def test_a_label_that_no_token_predicts_is_an_error():
 
 
 def test_a_shifted_label_may_stand_at_a_parents_last_token():
-    """It is the token that every branch starts with. At a leaf's last token it is ignored."""
+    # The label is the token that every branch starts with. At a leaf's last token it is ignored.
     model = patched("llama")
     batch = tree_batch(LENGTHS, PARENTS)
     if "loss_function" not in dir(model):
@@ -107,7 +107,7 @@ def test_parents_need_lengths_and_a_causal_model():
 
 
 def test_a_mixer_that_looks_at_later_tokens_is_found():
-    """ConvBERT has no attention layer that would say so: what its paths share is not the same on each of them."""
+    # ConvBERT has no attention layer that would say so: what its paths share is not the same on each of them.
     if "convbert:masked" not in tiny_models.architectures():
         pytest.skip("this Transformers has no ConvBERT")
     with pytest.raises(BadParents, match="looks at later tokens"):
@@ -115,7 +115,7 @@ def test_a_mixer_that_looks_at_later_tokens_is_found():
 
 
 def test_longrope_cannot_share_a_prompt_across_its_limit():
-    """Sequences longer than the limit have other factors: the prompt's keys would be needed twice."""
+    # Sequences longer than the limit have other factors: the prompt's keys would be needed twice.
     factors = {"short_factor": [1.0] * 4, "long_factor": [3.0] * 4}
     scaling = {"type": "longrope", "rope_type": "longrope", **factors}
     changes = {"rope_scaling": scaling, "original_max_position_embeddings": 8, "max_position_embeddings": 64}

@@ -64,7 +64,7 @@ def test_packed_rows_have_the_window_of_padded_ones(family, implementation):
 
 
 def flash_has_one(family):
-    """Whether packed rows of a model that is loaded with flash attention have a window."""
+    # Whether packed rows have a window in a model that is loaded with flash attention.
     return not torch.allclose(*(of_flash(family, size) for size in (SMALL, 96)), rtol=1e-3, atol=1e-3)
 
 
@@ -92,7 +92,7 @@ def test_no_window_is_warned_of_where_none_is_asked_for():
 
 
 def test_functions_of_torch_that_are_replaced_later(monkeypatch):
-    """Transformers' symbolic_trace leaves such functions in torch if it fails."""
+    # Transformers' symbolic_trace leaves such functions in torch if it fails.
     for name in ("ones_like", "tril", "where"):
         own = getattr(torch, name)
         monkeypatch.setattr(torch, name, lambda *args, own=own, **given: own(*args, **given))

@@ -13,8 +13,6 @@ from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
 
 
 class FakeFunctionConfig(PretrainedConfig):
-    """Options of the fake model."""
-
     model_type = "fake-function"
 
     def __init__(self, attn_impl="eager", sliding_window=None, **kwargs):
@@ -24,8 +22,6 @@ class FakeFunctionConfig(PretrainedConfig):
 
 
 class FakeAttention(nn.Module):
-    """Eager attention."""
-
     def __init__(self, config):
         super().__init__()
         self.config, self.is_causal, width = config, True, config.hidden_size
@@ -41,8 +37,6 @@ class FakeAttention(nn.Module):
 
 
 class FakeSdpaAttention(FakeAttention):
-    """Attention by SDPA."""
-
     def forward(self, hidden_states, attention_mask=None, position_ids=None):
         query, key, value = (states.transpose(1, 2) for states in self.heads(hidden_states))
         output = F.scaled_dot_product_attention(query, key, value, attention_mask, is_causal=attention_mask is None)
@@ -50,7 +44,7 @@ class FakeSdpaAttention(FakeAttention):
 
 
 class FakeFlashAttention2(FakeAttention):
-    """Attention through the module's ``_flash_attention_forward``: the seam."""
+    # The call of the module's ``_flash_attention_forward`` is the seam.
 
     def forward(self, hidden_states, attention_mask=None, position_ids=None):
         query, key, value = self.heads(hidden_states)
@@ -64,8 +58,6 @@ FAKE_ATTENTION_CLASSES = {"eager": FakeAttention, "sdpa": FakeSdpaAttention, "fl
 
 
 class FakeFunctionModel(PreTrainedModel):
-    """The base model of two layers."""
-
     config_class, base_model_prefix = FakeFunctionConfig, "model"
 
     def __init__(self, config):
@@ -103,8 +95,6 @@ class FakeFunctionModel(PreTrainedModel):
 
 
 class FakeFunctionForCausalLM(PreTrainedModel):
-    """The model with a language modeling head."""
-
     config_class, base_model_prefix = FakeFunctionConfig, "model"
 
     def __init__(self, config):

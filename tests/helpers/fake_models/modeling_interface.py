@@ -12,8 +12,6 @@ from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
 
 
 class FakeInterfaceConfig(PretrainedConfig):
-    """Options of the fake model."""
-
     model_type = "fake-interface"
 
     def __init__(self, softcap=None, sinks=False, **kwargs):
@@ -72,10 +70,9 @@ def rotate(states, angles):
 
 
 class FakeAttention(nn.Module):
-    """Attention through a function from the registry: the seam."""
+    # The call of a function from the registry is the seam.
 
-    said = {}
-    """Further arguments that a layer passes in its call, such as ``is_causal``."""
+    said = {}  # further arguments that a layer passes in its call, such as ``is_causal``
 
     def __init__(self, config, layer_idx):
         super().__init__()
@@ -97,8 +94,6 @@ class FakeAttention(nn.Module):
 
 
 class FakeInterfaceModel(PreTrainedModel):
-    """The base model of two layers."""
-
     _supports_flash_attn = _supports_flash_attn_2 = True
     config_class, base_model_prefix = FakeInterfaceConfig, "model"
 
@@ -122,8 +117,6 @@ class FakeInterfaceModel(PreTrainedModel):
 
 
 class FakeInterfaceForCausalLM(PreTrainedModel):
-    """The model with a language modeling head."""
-
     config_class, base_model_prefix = FakeInterfaceConfig, "model"
 
     def __init__(self, config):

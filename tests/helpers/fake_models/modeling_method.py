@@ -13,8 +13,6 @@ from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
 
 
 class FakeMethodConfig(PretrainedConfig):
-    """Options of the fake model."""
-
     model_type = "fake-method"
 
     def __init__(self, attn_impl="eager", sliding_window=None, **kwargs):
@@ -25,7 +23,7 @@ class FakeMethodConfig(PretrainedConfig):
 
 
 class FakeRotary(nn.Module):
-    """A table of angles ``[seq_len, 4]``."""
+    # Returns a table of angles [seq_len, 4].
 
     def forward(self, x, seq_len):
         return torch.arange(seq_len)[:, None] / 10.0 ** torch.arange(4)
@@ -44,8 +42,6 @@ def heads(layer, hidden_states, position_ids):
 
 
 class FakeAttention(nn.Module):
-    """Eager attention."""
-
     def __init__(self, config):
         super().__init__()
         self.config, self.is_causal, self.rotary_emb = config, True, FakeRotary()
@@ -59,8 +55,6 @@ class FakeAttention(nn.Module):
 
 
 class FakeSdpaAttention(FakeAttention):
-    """Attention by SDPA."""
-
     def forward(self, hidden_states, attention_mask=None, position_ids=None):
         query, *others = heads(self, hidden_states, position_ids)
         key, value = (states.repeat_interleave(2, dim=1) for states in others)
@@ -69,7 +63,7 @@ class FakeSdpaAttention(FakeAttention):
 
 
 class FakeFlashAttention2(FakeAttention):
-    """Attention through its method ``_flash_attention_forward``: the seam."""
+    # The call of its method ``_flash_attention_forward`` is the seam.
 
     def forward(self, hidden_states, attention_mask=None, position_ids=None):
         query, key, value = (states.transpose(1, 2) for states in heads(self, hidden_states, position_ids))
@@ -97,8 +91,6 @@ def _prepare_4d_causal_attention_mask(attention_mask, input_shape, inputs_embeds
 
 
 class FakeMethodModel(PreTrainedModel):
-    """The base model of two layers."""
-
     config_class, base_model_prefix = FakeMethodConfig, "model"
 
     def __init__(self, config):
@@ -126,8 +118,6 @@ class FakeMethodModel(PreTrainedModel):
 
 
 class FakeMethodForCausalLM(PreTrainedModel):
-    """The model with a language modeling head."""
-
     config_class, base_model_prefix = FakeMethodConfig, "model"
 
     def __init__(self, config):

@@ -43,7 +43,6 @@ class Recorder(BasePlugin):  # type: ignore[misc]
         return [Writer(self, trainer)]
 
     def verified(self, model: Any) -> dict[str, Any]:
-        """What ``fa2patch.verify`` finds on the first batch."""
         import fa2patch
 
         if fa2patch.status(model) is None or "cu_seq_lens_q" not in self.batches[0]:

@@ -33,6 +33,7 @@ PAIRS = {
 }  # fmt: skip
 NO_KERNELS = dict.fromkeys(("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel"), False)  # they need a GPU
 LORA = {"adapter": "lora", "lora_r": 4, "lora_alpha": 8, "lora_dropout": 0.0, "lora_target_linear": True, **NO_KERNELS}
+# The plugins, and what differs from a padded training. A command is named as it is typed.
 CASES: dict[str, tuple[list[str], dict[str, Any]]] = {
     "padded": ([], {}),
     "padded, eight": ([], {"micro_batch_size": 8, "gradient_accumulation_steps": 1}),
@@ -46,7 +47,6 @@ CASES: dict[str, tuple[list[str], dict[str, Any]]] = {
     "lora, packed": ([OURS], {**LORA, **PACKED}),
     "axolotl train": ([OURS], PACKED),
 }
-"""The plugins, and what differs from a padded training. A command is named as it is typed."""
 
 
 def documents(groups: int, seed: int) -> list[dict[str, Any]]:
@@ -99,7 +99,7 @@ def run(case: str, folder: Path) -> dict[str, Any]:
 
 
 def command(file: Path, log: Path) -> int:
-    """Run ``axolotl train`` as it is typed."""
+    # The command is run as it is typed.
     path = os.pathsep.join([str(Path(__file__).parent), os.environ["PYTHONPATH"]])  # of the plugin that notes
     line = [str(Path(sys.executable).with_name("axolotl")), "train", str(file), "--launcher", "python"]
     with open(log, "w") as opened:
@@ -108,7 +108,7 @@ def command(file: Path, log: Path) -> int:
 
 
 def forked(file: Path, log: Path) -> int:
-    """Run ``axolotl train`` in a process of its own, without importing axolotl again."""
+    # axolotl is not imported again.
     child = os.fork()
     if not child:
         train(file, log)
@@ -116,7 +116,7 @@ def forked(file: Path, log: Path) -> int:
 
 
 def train(file: Path, log: Path) -> None:
-    """Run ``axolotl train`` in this process, and end it."""
+    # This process ends with the training.
     opened = os.open(log, os.O_WRONLY | os.O_CREAT)
     os.dup2(opened, 1)
     os.dup2(opened, 2)

@@ -1,5 +1,4 @@
 """Compare TRL's DataCollatorForCompletionOnlyLM with ours on the same examples, in a TRL that has one.
-
 Prints a JSON object with the number of batches, the differences, and what TRL's class accepts and ours does not.
 """
 
@@ -17,8 +16,8 @@ import trl
 from fa2patch.data.completion_only import DataCollatorForCompletionOnlyLM
 
 HUMAN, RESPONSE = [5, 6, 7], [5, 6, 8]
+# Methods of TRL's base class that mask tokens at random, as mlm=True does.
 OF_MASKING = {"create_rng", "generator", "get_generator", "tf_bernoulli"}
-"""Methods of TRL's base class that mask tokens at random, as mlm=True does."""
 
 
 def tokenizer():
@@ -37,7 +36,7 @@ def example(draw, turns):
 
 
 def refused():
-    """Return the names of TRL's parameters and attributes that ours lacks, or has another default for."""
+    # TRL's parameters and attributes that ours lacks, or has another default for.
     parameters = {}
     for kind in reversed(trl.DataCollatorForCompletionOnlyLM.__mro__[:-1]):
         if "__init__" in vars(kind):

@@ -1,5 +1,4 @@
 """Compare Transformers' DataCollatorWithFlattening with ours: signature, keys, values, dtypes and types.
-
 Prints a JSON object with the number of batches, the differences, and the parameters that ours lacks.
 """
 
@@ -18,7 +17,7 @@ import fa2patch
 
 
 def options():
-    """Return every combination of the options that this version has."""
+    # Every combination of the options that this version has.
     theirs = inspect.signature(transformers.DataCollatorWithFlattening).parameters
     values = {"return_tensors": ["pt", "np"]}
     if "separator_id" in theirs:
@@ -47,7 +46,7 @@ def described(value):
 
 
 def differences(given, batch, call):
-    """Return how the batches differ; the collator made without options is called with ``call``."""
+    # The collator made without options is called with ``call``.
     theirs = transformers.DataCollatorWithFlattening(**given)
     ours = fa2patch.DataCollatorWithFlattening(**given)
     expected, found = theirs(batch, **call), ours(batch, **call)
@@ -59,7 +58,7 @@ def differences(given, batch, call):
 
 
 def signature():
-    """Return the parameters of theirs, and of their call, that ours lacks or has another default for."""
+    # Their parameters, and those of their call, that ours lacks or has another default for.
     pairs = [
         (transformers.DataCollatorWithFlattening, fa2patch.DataCollatorWithFlattening),
         (transformers.DataCollatorWithFlattening.__call__, fa2patch.DataCollatorWithFlattening.__call__),

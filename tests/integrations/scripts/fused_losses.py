@@ -1,6 +1,6 @@
 """Fused losses of other packages on packed rows, with weights and without: ``fused_losses.py NAME ...``.
 
-The names are those of tests/helpers/replaced_forwards.py's REPLACED, followed by "by document" or "by token" for
+The names are those of REPLACED in tests/helpers/replaced_forwards.py, followed by "by document" or "by token" for
 batches of ``loss_weights="document"`` or ``"token"``. Prints a JSON object: the cases of each name, each "right",
 "refused: ERROR" or how far off.
 """

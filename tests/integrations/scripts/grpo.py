@@ -38,7 +38,6 @@ WORDS = [
 
 
 def made(folder: str) -> None:
-    """Save a model with random weights and its tokenizer."""
     names = ["<pad>", "<eos>", "<unk>", *WORDS]
     tokenizer = Tokenizer(WordLevel({name: number for number, name in enumerate(names)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = Whitespace()
@@ -53,7 +52,7 @@ def made(folder: str) -> None:
 
 
 def reward(completions: list[str], **others: Any) -> list[float]:
-    """The share of words with an even number of letters."""
+    # The share of words with an even number of letters.
     words = [text.split() for text in completions]
     return [sum(len(word) % 2 == 0 for word in each) / (len(each) + 1) for each in words]
 

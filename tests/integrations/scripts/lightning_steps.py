@@ -2,8 +2,7 @@
 
 PACKAGE is ``lightning.pytorch`` or ``pytorch_lightning``. Prints a JSON object with an entry for each run: the losses
 of training and of the test, the number of tokens that the first layer computed in each call of the model, those of each
-pass, and the names of the patched models. The runs differ in the batches, and in the method of the module that makes
-the model.
+pass, and the names of the patched models.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ RUNS = {
     "padded batches": ("init", "padded batches"),
     "passes": ("init", "passes"),
 }
+# The method that makes the model, and the batches. Nothing of fa2patch is imported before the first run.
 BUDGET = 40
-"""The method that makes the model, and the batches. Nothing of fa2patch is imported before the first run."""
 
 
 class Module(pl.LightningModule):  # type: ignore[misc,name-defined]
@@ -52,7 +51,7 @@ class Module(pl.LightningModule):  # type: ignore[misc,name-defined]
         self.runs.append(hidden[..., 0].numel())
 
     def computed(self, batch: dict[str, Any]) -> torch.Tensor:
-        """The loss of a batch. The hook is code that fa2patch tries, so the layer may run several times in a call."""
+        # The hook is code that fa2patch tries, so the layer may run several times in a call.
         self.runs.clear()
         loss: torch.Tensor = self.net["llm"](**batch, use_cache=False).loss
         self.tokens.append(max(self.runs))
@@ -85,7 +84,7 @@ class Module(pl.LightningModule):  # type: ignore[misc,name-defined]
 
 
 class InPasses(Module):
-    """Steps by itself, in passes of a budget."""
+    # The module steps by itself, in passes of a budget.
 
     def __init__(self, where: str) -> None:
         super().__init__(where)

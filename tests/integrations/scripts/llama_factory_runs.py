@@ -1,5 +1,4 @@
 """``llamafactory-cli train`` on a tiny Llama: ``llama_factory_runs.py CASE...`` prints what each run did as JSON.
-
 There are eight documents, which make one padded batch, or one row of neat packing.
 """
 
@@ -22,6 +21,7 @@ BUDGET = [*RUN, "--max-tokens", "400"]
 NEAT = {"neat_packing": True, "per_device_train_batch_size": 1, "cutoff_len": 704}
 LORA = {"finetuning_type": "lora", "lora_rank": 4, "lora_dropout": 0.0, "lora_target": "all"}
 DPO = {"stage": "dpo", "dataset": "pairs", "pref_beta": 0.1, "remove_unused_columns": False}
+# What starts the command, and what differs from the configuration of a padded training.
 CASES: dict[str, tuple[list[str], dict[str, Any]]] = {
     "padded": ([], {}),
     "padded, budget": (BUDGET, {}),
@@ -32,8 +32,8 @@ CASES: dict[str, tuple[list[str], dict[str, Any]]] = {
     "dpo": ([], DPO),
     "dpo, patched": (RUN, DPO),
 }
-"""What starts the command, and what differs from the configuration of a padded training."""
 
+# A sitecustomize.py notes what a training does, because LLaMA-Factory has no plugins.
 STARTUP = """
 import atexit, json, os, sys
 
@@ -48,7 +48,6 @@ if "fa2patch" not in sys.orig_argv:  # the process that becomes the command
     recorder.watch()
     atexit.register(lambda: open(os.environ["RECORD"], "w").write(json.dumps(recorder.found())))
 """
-"""A sitecustomize.py that notes what a training does, because LLaMA-Factory has no plugins."""
 
 
 def make(folder: Path) -> None:

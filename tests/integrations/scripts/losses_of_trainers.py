@@ -40,7 +40,7 @@ def by_document(features):
 
 
 def weight(ids):
-    """Return the weights of tokens in the loss: 0, 1/2, 1, 3/2 or 2."""
+    # Weights of tokens in the loss are 0, 1/2, 1, 3/2 or 2.
     return torch.as_tensor(ids) % 5 / 2
 
 
@@ -55,7 +55,7 @@ def padded_by_token(features):
 
 
 def weighed_by_hand(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-    """Return the loss of a padded batch as ms-swift's trainer computes it, in the place of Trainer's compute_loss."""
+    # ms-swift's trainer computes the loss in this way, in the place of Trainer's compute_loss.
     labels, weights = inputs["labels"][:, 1:], weight(inputs["input_ids"])[:, 1:]
     logits = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits[:, :-1]
     losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
@@ -64,7 +64,7 @@ def weighed_by_hand(self, model, inputs, return_outputs=False, num_items_in_batc
 
 
 def own_loss(outputs, labels, num_items_in_batch=None):
-    """Return a loss for Trainer's ``compute_loss_func``: the squared distance of each label's probability from 1."""
+    # ``compute_loss_func``: the squared distance of each label's probability from 1.
     logits, labels = outputs.logits[:, :-1].float(), labels[:, 1:]
     chosen = logits.softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
     learned = labels != -100
@@ -73,7 +73,6 @@ def own_loss(outputs, labels, num_items_in_batch=None):
 
 
 def trained(stage, collate, patched, one_to_a_batch=False, kind=None, **options):
-    """Return the losses of the steps and the weights after them."""
     model = tiny_llama()
     batch = 1 if one_to_a_batch else 4
     with restored():
@@ -102,7 +101,7 @@ def compared(run, expected):
 
 
 def plain(stage):
-    """The model's own loss, with num_items_in_batch from 4.46 on."""
+    # From 4.46 on the model's own loss is given num_items_in_batch.
     return compared(lambda: trained(stage, packed, True), trained(stage, padded, False))
 
 
@@ -119,7 +118,7 @@ def compute_loss_func(stage):
 
 
 def document(stage):
-    """Against documents that are trained one to a batch, whose losses have equal weights."""
+    # The losses of documents that are trained one to a batch have equal weights.
     return compared(lambda: trained(stage, by_document, True), trained(stage, padded, False, one_to_a_batch=True))
 
 
@@ -135,7 +134,7 @@ def document_with_compute_loss_func(stage, collate=by_document):
 
 
 def document_with_trainers_own_loss(stage):
-    """SFTTrainer of TRL 1.x with the loss of Trainer in the place of its own."""
+    # SFTTrainer of TRL 1.x has the loss of Trainer in the place of its own.
     kind = _with_loss(stage, transformers.Trainer.compute_loss)
     expected = trained(stage, padded, False, one_to_a_batch=True, kind=kind)
     return compared(lambda: trained(stage, by_document, True, kind=kind), expected)

@@ -1,5 +1,4 @@
 """ms-swift trains a tiny Llama, padded and packed: ``ms_swift_runs.py CASE...`` prints what each run did as JSON.
-
 Each training is a process of its own, which runs what ``swift sft`` and ``swift rlhf`` start, or one of these commands.
 """
 
@@ -35,6 +34,7 @@ RERANKER += ["--loss_type", "reranker" if OLD else "pointwise_reranker"]
 DPO = ["--rlhf_type", "dpo", "--dataset", "pairs.jsonl"]
 GRPO = ["--rlhf_type", "grpo", "--dataset", "asked.jsonl", "--reward_funcs", "words"]
 GRPO += ["--num_generations", "4", "--max_completion_length", "12", "--beta", "0.04", "--use_vllm", "false"]
+# Whether fa2patch's plugin is given, and what differs from a padded training. A command is named as it is typed.
 CASES: dict[str, tuple[bool, list[str]]] = {
     "padded": (False, []),
     "padded, patched": (True, []),
@@ -54,8 +54,8 @@ CASES: dict[str, tuple[bool, list[str]]] = {
     "reranker, patched": (True, RERANKER),
     "swift sft": (True, FREE),
 }  # fmt: skip
-"""Whether fa2patch's plugin is given, and what differs from a padded training. A command is named as it is typed."""
 
+# A plugin beside fa2patch's, for a training that is a command.
 RECORDER = """
 import os
 
@@ -63,9 +63,9 @@ from trainer_recorder import Recorder
 
 Recorder().write_at_exit(os.environ["RECORD"])
 """
-"""A plugin beside fa2patch's, for a training that is a command."""
 
 
+# A plugin with a reward function for GRPO.
 REWARD = """
 try:
     from swift.rewards.orm import ORM, orms
@@ -80,7 +80,6 @@ class Words(ORM):
 
 orms["words"] = Words
 """
-"""A plugin with a reward function for GRPO."""
 
 
 def turn(question: str, answer: str) -> list[dict[str, str]]:
@@ -132,7 +131,7 @@ def plugin_file() -> Path:
 
 
 def alone(batch: dict[str, Any], folder: Path) -> float:
-    """The loss of a packed batch, computed by the model as it was saved, each document by itself."""
+    # The model as it was saved computes each document by itself.
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / "model", attn_implementation="eager")
     starts = (batch["position_ids"][0] == 0).nonzero().flatten().tolist()
     total, number = torch.zeros(()), 0
@@ -146,7 +145,7 @@ def alone(batch: dict[str, Any], folder: Path) -> float:
 
 
 def train(case: str, folder: Path) -> None:
-    """Train in this process, write what was found, and end it."""
+    # The process ends with the training.
     opened = os.open(folder / f"{case}.log", os.O_WRONLY | os.O_CREAT)
     os.dup2(opened, 1)
     os.dup2(opened, 2)
@@ -169,7 +168,7 @@ def train(case: str, folder: Path) -> None:
 
 
 def command(case: str, folder: Path) -> int:
-    """Run a case that is a command, with a second plugin that writes what was found."""
+    # A second plugin writes what was found.
     given = arguments(folder, *CASES[case])
     given.insert(given.index("--external_plugins") + 2, str(folder / "recorder.py"))
     path = os.pathsep.join([str(Path(__file__).parent), os.environ["PYTHONPATH"]])

@@ -1,5 +1,4 @@
 """Embeddings of sentence-transformers unpatched and patched: ``st_embeddings.py FAMILY ATTENTION``.
-
 The last line is a JSON object: the largest difference of each case by its name, and the tokens that were computed.
 """
 
@@ -22,7 +21,7 @@ POOLINGS = ("mean", "cls", "max", "weightedmean", "lasttoken")
 
 
 def embedded(model: Any) -> dict[str, list[torch.Tensor]]:
-    """What ``encode`` gives in each case. Batches hold texts of mixed lengths, one text, or texts of one length."""
+    # Batches hold texts of mixed lengths, one text, or texts of one length.
     model.prompts["query"] = "w7 w8 "
     options: dict[str, dict[str, Any]] = {
         "plain": {},
@@ -43,7 +42,7 @@ def embedded(model: Any) -> dict[str, list[torch.Tensor]]:
 
 
 def difference(one: list[torch.Tensor], other: list[torch.Tensor]) -> float:
-    """The largest difference, as a part of the largest value."""
+    # The difference is a part of the largest value.
     assert [each.shape for each in one] == [each.shape for each in other]
     scale = max(float(each.abs().max()) for each in other)
     assert scale > 0.01
@@ -51,7 +50,7 @@ def difference(one: list[torch.Tensor], other: list[torch.Tensor]) -> float:
 
 
 def main(family: str, attention: str) -> None:
-    """Compare all cases, and check that leaving the ``with`` block gives back the bits of before."""
+    # Leaving the ``with`` block must give back the bits of before.
     with tempfile.TemporaryDirectory() as home:
         model = sentence_transformer(folder_of(family, Path(home)), attention=attention)
         seen, real = tokens_of(model), real_tokens_of(model)

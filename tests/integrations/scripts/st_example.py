@@ -14,7 +14,6 @@ import fa2patch  # noqa: E402
 
 
 def losses() -> list[float]:
-    """The losses of the example's steps."""
     trainer = embeddings.main(["--steps", "12", "--output", sys.argv[2]])
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 

@@ -1,5 +1,4 @@
 """sentence-transformers' own flattening for flash attention, beside the patch: ``st_flattened.py FAMILY``.
-
 A stand-in for flash-attn is imported first. The last line is a JSON object.
 """
 
@@ -23,7 +22,6 @@ import fa2patch  # noqa: E402
 
 
 def main(family: str) -> None:
-    """Compare padded, flattened, flattened and patched, and patched without flattening."""
     with tempfile.TemporaryDirectory() as home:
         folder = folder_of(family, Path(home))
         expected = encoded(sentence_transformer(folder))
@@ -44,7 +42,6 @@ def main(family: str) -> None:
 
 
 def encoded(model: Any) -> torch.Tensor:
-    """The embeddings of texts of mixed lengths."""
     found: torch.Tensor = model.encode(texts(), convert_to_tensor=True)
     return found
 

@@ -26,15 +26,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3": {**SIZES, "num_key_value_heads": 2, "head_dim": 8},
 }
 CAUSAL = ("qwen2", "qwen3")
+# The family that is padded on the left. sentence-transformers 3.0, which has no Qwen3, reads padding there.
 LEFT = "qwen3"
-"""The family that is padded on the left. sentence-transformers 3.0, which has no Qwen3, reads padding there."""
 
-TYPED = ("bert", "roberta")
-"""Families whose model takes ``token_type_ids``."""
+TYPED = ("bert", "roberta")  # their models take ``token_type_ids``
 
 
 def folder_of(family: str, home: Path) -> str:
-    """Write a model and a tokenizer of words ``w0`` to ``w199``. The model has a masked-LM head unless it is causal."""
+    # The tokenizer's words are ``w0`` to ``w199``. The model has a masked-LM head unless it is causal.
     folder = home / family
     causal = family in CAUSAL
     vocabulary = {word: at for at, word in enumerate([*SPECIAL, *(f"w{n}" for n in range(WORDS))])}
@@ -73,7 +72,7 @@ def folder_of(family: str, home: Path) -> str:
 
 
 def sentence_transformer(folder: str, pooling: str = "mean", attention: str = "sdpa", **options: Any) -> Any:
-    """A SentenceTransformer on a CPU, with ``pooling_mode_<pooling>`` and further options of its Pooling."""
+    # The options are those of its Pooling, with ``pooling_mode_<pooling>``.
     taken = inspect.signature(models.Transformer.__init__).parameters
     name = "model_kwargs" if "model_kwargs" in taken else "model_args"
     inner = models.Transformer(folder, **{name: {"attn_implementation": attention}})
@@ -82,7 +81,7 @@ def sentence_transformer(folder: str, pooling: str = "mean", attention: str = "s
 
 
 def texts(number: int = 13, seed: int = 0) -> list[str]:
-    """Texts of 0 to 40 words, some of them equal at the beginning."""
+    # Texts have 0 to 40 words, and some of them are equal at the beginning.
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, 41, (number,), generator=generator).tolist()
     drawn = [torch.randint(0, WORDS, (length,), generator=generator).tolist() for length in lengths]
@@ -92,7 +91,7 @@ def texts(number: int = 13, seed: int = 0) -> list[str]:
 
 
 def tokens_of(model: torch.nn.Module) -> list[int]:
-    """A list to which every later forward appends the number of tokens in the last layer. A proof runs a replica."""
+    # Every later forward appends the number of tokens in the last layer. A proof runs a replica.
     seen: list[int] = []
     layers = max((m for m in model.modules() if isinstance(m, torch.nn.ModuleList)), key=len)
     linear = next(module for module in layers[-1].modules() if isinstance(module, torch.nn.Linear))
@@ -103,7 +102,7 @@ def tokens_of(model: torch.nn.Module) -> list[int]:
 
 
 def real_tokens_of(model: Any) -> list[int]:
-    """A list to which every later forward of a SentenceTransformer appends the number of tokens that are no padding."""
+    # Every later forward of a SentenceTransformer appends the number of tokens that are no padding.
     seen: list[int] = []
 
     def count(module: torch.nn.Module, args: Any, kwargs: Any) -> None:

@@ -15,7 +15,6 @@ from fa2patch.errors import NotAModel
 
 
 def main() -> None:
-    """Export a tiny BERT and try to patch it."""
     said = []
     with tempfile.TemporaryDirectory() as home:
         folder = folder_of("bert", Path(home))

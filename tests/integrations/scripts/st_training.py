@@ -42,19 +42,15 @@ LOSSES: dict[str, Callable[[Any], Any]] = {
 
 
 class Notes(TrainerCallback):
-    """Losses that a Trainer logs."""
-
     def __init__(self) -> None:
         self.losses: list[float] = []
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **others: Any) -> None:
-        """Note a step's loss."""
         if "loss" in logs:
             self.losses.append(logs["loss"])
 
 
 def trained(trainer: Any, settings: Any, model: Any, loss: Any, scored: bool, home: str) -> list[float]:
-    """Train with a Trainer, and return the losses of its steps."""
     columns = {"one": [one for one, _ in PAIRS], "other": [other for _, other in PAIRS]}
     if scored:
         columns["label"] = SCORES  # type: ignore[assignment]
@@ -70,7 +66,7 @@ def trained(trainer: Any, settings: Any, model: Any, loss: Any, scored: bool, ho
 
 
 def gradients(model: Any, loss: Any) -> list[torch.Tensor]:
-    """The gradients of one batch, without a Trainer."""
+    # One batch, without a Trainer.
     read = getattr(model, "preprocess", None) or model.tokenize
     batch = [read([pair[at] for pair in PAIRS[:ROWS]]) for at in (0, 1)]
     loss(batch, torch.tensor(SCORES[:ROWS])).backward()
@@ -80,7 +76,6 @@ def gradients(model: Any, loss: Any) -> list[torch.Tensor]:
 
 
 def sentence(kind: str, folder: str, patched: bool, home: str) -> dict[str, Any]:
-    """Train a SentenceTransformer with its Trainer, or with ``fit``."""
     model = sentence_transformer(folder)
     if patched:
         fa2patch.apply(model)
@@ -106,7 +101,6 @@ def sentence(kind: str, folder: str, patched: bool, home: str) -> dict[str, Any]
 
 
 def cross(kind: str, folder: str, patched: bool, home: str) -> dict[str, Any]:
-    """Train a CrossEncoder with its Trainer, or with ``fit``."""
     torch.manual_seed(4)  # its head is new
     model = CrossEncoder(folder, num_labels=1, device="cpu", max_length=64)
     with torch.no_grad():
@@ -132,7 +126,6 @@ def cross(kind: str, folder: str, patched: bool, home: str) -> dict[str, Any]:
 
 
 def sparse(kind: str, folder: str, patched: bool, home: str) -> dict[str, Any]:
-    """Train a SparseEncoder (SPLADE) with its Trainer."""
     from sentence_transformers import SparseEncoder, SparseEncoderTrainer, SparseEncoderTrainingArguments
     from sentence_transformers.sparse_encoder.losses import SparseMultipleNegativesRankingLoss, SpladeLoss
 
@@ -153,14 +146,13 @@ def sparse(kind: str, folder: str, patched: bool, home: str) -> dict[str, Any]:
 
 
 def run(kind: str, folder: str, patched: bool, home: str) -> dict[str, Any]:
-    """Train a fresh model."""
     torch.manual_seed(0)
     made = {"cross": cross, "sparse": sparse}.get(kind.split()[0], sentence)
     return made(kind, folder, patched, home)
 
 
 def off(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
-    """The largest difference, as a part of the largest value."""
+    # The difference is a part of the largest value.
     assert len(found) == len(expected)
     assert all(float(each.max() - each.min()) > 0.1 * float(each.abs().max()) for each in expected)
     scale = max((float(each.abs().max()) for each in expected), default=1.0)
@@ -168,7 +160,6 @@ def off(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
 
 
 def main(family: str, *kinds: str) -> None:
-    """Compare the runs of each kind."""
     result: dict[str, Any] = {"version": sentence_transformers.__version__}
     with tempfile.TemporaryDirectory() as home:
         folder = folder_of(family, Path(home))

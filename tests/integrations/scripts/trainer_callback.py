@@ -1,10 +1,9 @@
 """A Trainer that is given ``fa2patch.TrainerCallback``, and no patched model: ``trainer_callback.py``.
 
-Prints a JSON object with the losses of padded training without fa2patch, and of these trainings of packed rows: without
-fa2patch, with the callback and ``model_init``, with the callback and a model, and with a callback that is added to a
-Trainer that exists already. In ``padded batches``, rows are padded and computed packed. ``evaluated`` is the loss of an
-evaluation without training, ``first`` the numbers of tokens in the first layer, and ``late`` the error of a callback
-that was added too late for an evaluation.
+Prints a JSON object: the losses of padded training without fa2patch, and of trainings of packed rows. In ``padded
+batches``, rows are padded and computed packed. ``evaluated`` is the loss of an evaluation without training, ``first``
+the numbers of tokens in the first layer, and ``late`` the error of a callback that was added too late for an
+evaluation.
 """
 
 from __future__ import annotations

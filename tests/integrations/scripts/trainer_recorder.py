@@ -43,7 +43,6 @@ class Recorder:
         trainer.log, trainer.training_step = logging, stepping
 
     def write_at_exit(self, file: str) -> None:
-        """Watch, and write what was noted into a file when the process ends."""
         self.watch()
         atexit.register(lambda: Path(file).write_text(json.dumps(self.found())))
 
@@ -53,13 +52,12 @@ class Recorder:
 
     @property
     def packed(self) -> bool:
-        """Whether the first batch is one row of documents, which no mask for every query keeps apart."""
+        # One row of documents counts only if no mask for every query keeps them apart.
         batch = self.batches[0]
         masked = "attention_mask" in batch and batch["attention_mask"].dim() == 4
         return len(batch.get("input_ids", ())) == 1 and "position_ids" in batch and not masked
 
     def found(self) -> dict[str, Any]:
-        """What was noted, as JSON takes it."""
         shapes = {name: list(value.shape) for name, value in self.batches[0].items()}
         found: dict[str, Any] = {"logs": self.logs, "tokens": self.tokens[:], "batch": shapes}
         if self.packed:
@@ -67,7 +65,7 @@ class Recorder:
         return found
 
     def verified(self) -> dict[str, Any]:
-        """What ``fa2patch.verify`` finds on the first batch, if each of its tokens has a label."""
+        # ``fa2patch.verify`` runs on the first batch if each of its tokens has a label.
         import fa2patch
 
         kept = {name: self.batches[0][name] for name in ("input_ids", "labels", "position_ids")}

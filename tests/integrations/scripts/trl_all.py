@@ -42,10 +42,8 @@ TEMPLATE = (
     "{% if add_generation_prompt %} {% endif %}"
 )
 Rows = list[dict[str, Any]]
-TRAINED: dict[str, Any] = {}
-"""The model of the last trainer that was run in a way."""
-BEFORE: list[torch.Tensor] = []
-"""The weights of the last trainer's model before the first step."""
+TRAINED: dict[str, Any] = {}  # the model of the last trainer that was run in a way
+BEFORE: list[torch.Tensor] = []  # the weights of the last trainer's model before the first step
 
 
 def rows_of(kind: str) -> datasets.Dataset:
@@ -71,13 +69,11 @@ def rows_of(kind: str) -> datasets.Dataset:
 
 
 def reward(completions: list[Any], **others: Any) -> list[float]:
-    """The number of different letters, which differs between completions."""
+    # The number of different letters, which differs between completions.
     return [len(set(one if isinstance(one, str) else one[0]["content"])) / 10 for one in completions]
 
 
 class Judge:
-    """Prefers the longer completion."""
-
     def judge(self, prompts: list[str], completions: list[list[str]], **others: Any) -> list[Any]:
         return [int(len(first) < len(second)) for first, second in completions]
 
@@ -156,7 +152,7 @@ def words() -> Any:
 
 @functools.cache
 def folder_of(seed: int, head: Any, *settings: tuple[str, Any]) -> str:
-    """A folder with a model, which some trainers load a second time."""
+    # Some trainers load the model a second time, from this folder.
     folder = tempfile.mkdtemp()
     model(seed, len(words()), head, bos_token_id=1, eos_token_id=2, **dict(settings)).save_pretrained(folder)
     words().save_pretrained(folder)
@@ -164,7 +160,7 @@ def folder_of(seed: int, head: Any, *settings: tuple[str, Any]) -> str:
 
 
 def trainers() -> dict[str, type]:
-    """Every trainer that this TRL defines, by its name; experimental ones by their room, too, if the name is taken."""
+    # Experimental trainers are also named by their room if the name is taken.
     found: dict[str, type] = {}
     for room in ("trl.trainer", "trl.experimental"):
         try:
@@ -187,7 +183,7 @@ def trainers() -> dict[str, type]:
 
 
 def config_of(cls: type, options: dict[str, Any]) -> Any:
-    """The config of a trainer, with those of the options that it has."""
+    # Options that the config does not have are left out.
     name = cls.__name__.replace("Trainer", "Config")
     homes = [cls.__module__.rpartition(".")[0], cls.__mro__[1].__module__.rpartition(".")[0], "trl"]
     made = next(getattr(sys.modules[home], name) for home in homes if hasattr(sys.modules[home], name))
@@ -201,7 +197,7 @@ def config_of(cls: type, options: dict[str, Any]) -> Any:
 
 
 def make(cls: type, way: str, generated: list[Any], **changed: Any) -> Any:
-    """Make a trainer. ``changed`` are options of its config; the way ``budgetN`` is a packed trainer with N tokens."""
+    # ``changed`` are options of its config. The way ``budgetN`` is a packed trainer with N tokens.
     name, known = cls.__name__.removesuffix("Trainer"), inspect.signature(cls.__init__).parameters
     kind, given, options = RECIPES["PPO" if "policy" in known else name]
 

@@ -1,10 +1,9 @@
 """Run TRL's own tests of DataCollatorForCompletionOnlyLM: ``trl_collator_tests.py FILE fa2patch|trl``.
 
 FILE is ``tests/test_data_collator_completion_only.py`` of TRL's sdist or of a checkout. Only its import is changed: the
-collator comes from fa2patch, or, as the control, from TRL. Its tokenizers are on the hub. A tokenizer made here stands
-in for each: it splits text as GPT-2 and Qwen2 do, holds the words of FILE and has at least 10,000 tokens.
-
-Prints a JSON object with the names of the tests that passed, and the others with the end of their traceback.
+collator comes from fa2patch, or, as the control, from TRL. Its tokenizers are on the hub; a tokenizer made here stands
+in for each. Prints a JSON object with the names of the tests that passed, and the others with the end of their
+traceback.
 """
 
 from __future__ import annotations
@@ -25,7 +24,8 @@ IMPORT = "from trl import DataCollatorForCompletionOnlyLM"
 
 
 def stand_in(source):
-    """Return a tokenizer with a token for each word in the source's string literals."""
+    # It splits text as GPT-2 and Qwen2 do, has a token for each word in the source's string literals, and at least
+    # 10,000 tokens.
     split = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     texts = [node.value for node in ast.walk(ast.parse(source)) if isinstance(getattr(node, "value", None), str)]
     words = {piece for text in texts for piece, _ in split.pre_tokenize_str(text)}

@@ -49,17 +49,15 @@ def prompts(number: int) -> list[str]:
 
 
 def reward(completions: list[str], **others: Any) -> list[float]:
-    """The share of words of an even number of letters, which differs between the completions of a group."""
+    # The share of words of an even number of letters differs between the completions of a group.
     words = [each.split() for each in completions]
     return [sum(len(word) % 2 == 0 for word in each) / (len(each) + 1) for each in words]
 
 
 def drawn(policy: Any, end: int) -> Any:
-    """A ``generate`` that draws completions of different lengths, whatever the policy is.
-
-    A sampled token depends on the rounding of its logits. After one such token two runs have nothing to do with each
-    other: RLOO of 0.19.1, packed and padded, sampled the same tokens for 45 batches of 50.
-    """
+    # It draws completions of different lengths, whatever the policy is. A sampled token depends on the rounding of its
+    # logits, and after one such token two runs have nothing to do with each other: RLOO of 0.19.1, packed and padded,
+    # sampled the same tokens for 45 batches of 50.
     generator = torch.Generator().manual_seed(0)
 
     def generate(input_ids: torch.Tensor, attention_mask: torch.Tensor, **others: Any) -> Any:
@@ -96,7 +94,7 @@ def classifier(words: Any) -> Any:
 
 
 def grouped(kind: str, base: Any, variant: str, steps: int, words: Any, generated: list[Any]) -> Any:
-    """GRPO, and RLOO in the form that it has since TRL 0.22: a sampler repeats the prompts."""
+    # GRPO, and RLOO in the form that it has since TRL 0.22: a sampler repeats the prompts.
     given: dict[str, Any] = {}
     if variant == "lora":
         names = ["q_proj", "v_proj", "up_proj"]
@@ -131,7 +129,7 @@ def grouped(kind: str, base: Any, variant: str, steps: int, words: Any, generate
 
 
 def rloo_with_policies(base: Any, variant: str, steps: int, words: Any, generated: list[Any]) -> Any:
-    """RLOO in the form that it has up to TRL 0.21: it is given two policies, and repeats each batch of prompts."""
+    # RLOO in the form that it has up to TRL 0.21: it is given two policies, and repeats each batch of prompts.
     args = config(
         "RLOOConfig",
         **COMMON,

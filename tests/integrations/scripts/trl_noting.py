@@ -22,19 +22,16 @@ import transformers
 import trl
 
 WORDS = sorted(set((__doc__ or "").split()))
+# Metrics with these parts in their names are no results.
 TIMES = ("runtime", "per_second", "step_time", "flos", "time", "num_tokens_per", "eps")
-"""Parts of the names of metrics that are no results."""
 
 
 class Noting:
     """Note what trainers compute: the losses that they go back from, unrounded, and each call of a Llama.
 
-    Models are watched from their constructor on, so that none is missed, whoever holds it. A call is
-    ``[padded tokens, real tokens, tokens that the first layer computed]``. The layer may be run several times in one
-    call, for a proof. Calls with a cache are those of ``generate``.
-
-    Attributes:
-        without_padding: Whether hidden states at padding are made zero, which is what packed computation hands out.
+    A call is ``[padded tokens, real tokens, tokens that the first layer computed]``. The layer may run several times in
+    one call, for a proof. Calls with a cache are those of ``generate``. Models are watched from their constructor on,
+    so that none is missed, whoever holds it.
     """
 
     def __init__(self) -> None:
@@ -42,7 +39,7 @@ class Noting:
         self._cached: list[list[int]] = []
         self._open: list[list[int]] = []
         self._no_grad, self._again, self._models = 0, 0, set()
-        self.without_padding = False
+        self.without_padding = False  # True: hidden states at padding are zero, as packed computation hands out
         construct = transformers.LlamaModel.__init__
 
         @functools.wraps(construct)
@@ -83,7 +80,7 @@ class Noting:
         self._again += not self._open  # checkpointing computes it outside of a call
 
     def train(self, make: Any) -> dict[str, Any]:
-        """Make a trainer, train, and return what was noted on the way, construction included."""
+        # What the trainer's construction does is noted, too.
         self._calls, self._cached, self._no_grad, self._again = [], [], 0, 0
         self._models.clear()
         generated: list[Any] = []
@@ -118,7 +115,6 @@ def tokenizer() -> transformers.PreTrainedTokenizerFast:
 
 
 def model(seed: int, vocabulary: int, cls: Any = transformers.LlamaForCausalLM, **others: Any) -> Any:
-    """A tiny Llama with large weights."""
     transformers.set_seed(seed)
     config = transformers.LlamaConfig(
         vocab_size=vocabulary,
@@ -140,7 +136,6 @@ def text(generator: torch.Generator, longest: int, shortest: int = 1) -> str:
 
 
 def trl_class(name: str) -> Any:
-    """A trainer or a config, where this release has it."""
     homes = [trl]
     if not hasattr(trl, name):
         homes = [importlib.import_module(f"trl.experimental.{folder}") for folder in ("orpo", "cpo")]
@@ -148,7 +143,7 @@ def trl_class(name: str) -> Any:
 
 
 def config(name: str, **wanted: Any) -> Any:
-    """A config of TRL with those of the options that this release has."""
+    # Options that this release does not have are left out.
     cls = trl_class(name)
     common = {
         "output_dir": tempfile.mkdtemp(),
@@ -166,7 +161,7 @@ def config(name: str, **wanted: Any) -> Any:
 
 
 def liger(name: str) -> dict[str, bool]:
-    """The option of a config that has Liger compute: the loss up to 0.19, layers since then."""
+    # Liger computes the loss up to 0.19, and layers since then.
     return {
         "use_liger_loss"
         if "use_liger_loss" in inspect.signature(trl_class(name)).parameters
@@ -175,11 +170,7 @@ def liger(name: str) -> dict[str, bool]:
 
 
 def run(make: Any) -> None:
-    """Do what the command line asks for.
-
-    Args:
-        make: Called as ``make(kind, variant, steps, way, generated)``; it returns a trainer and adds what it generates.
-    """
+    # ``make(kind, variant, steps, way, generated)`` returns a trainer, and adds what it generates.
     transformers.logging.set_verbosity_error()
     noting, found = Noting(), {}
     kind, *jobs = sys.argv[1:]

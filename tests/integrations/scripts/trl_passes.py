@@ -21,12 +21,11 @@ from trl_groups import drawn
 from trl_noting import Noting
 
 STEPS = 50
-SMOOTHED = ("exo_pair", "robust")
-"""Losses that need a label smoothing."""
+SMOOTHED = ("exo_pair", "robust")  # losses that need a label smoothing
+# These losses divide differences of log-probabilities by 0.05, so that they show rounding. They are in float64.
 SHARP = ("discopop",)
-"""Losses that divide differences of log-probabilities by 0.05, so that they show rounding. They are in float64."""
+# This trainer's loss is a mean of advantages of about 1, which cancel each other: it is 0 but for rounding.
 OF_ADVANTAGES = "RLOO"
-"""A trainer whose loss is a mean of advantages of about 1, which cancel each other: it is 0 but for rounding."""
 SHARES = {"twice": 2.0, "once": 1.0, "half": 0.5}
 
 

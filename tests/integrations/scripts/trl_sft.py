@@ -51,7 +51,7 @@ def trainer(policy: Any, option: str, base: Any = trl.SFTTrainer, **others: Any)
 
 
 def documents(row: dict[str, Any]) -> list[list[int]]:
-    """The token ids of each document of a row of the trainer's dataset; one document if the row does not say."""
+    # A row that does not say where documents start is one document.
     ids = row["input_ids"]
     lengths = [len(ids)]
     if "seq_lengths" in row:
@@ -63,7 +63,6 @@ def documents(row: dict[str, Any]) -> list[list[int]]:
 
 
 def padded(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """Collate the documents of rows into a padded batch."""
     each = [torch.tensor(document) for row in rows for document in documents(row)]
     pad = torch.nn.utils.rnn.pad_sequence
     ids, mask = pad(each, batch_first=True), pad([torch.ones_like(ids) for ids in each], batch_first=True)
@@ -72,7 +71,7 @@ def padded(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def alone(policy: Any, batch: dict[str, Any], rows: list[list[int]]) -> list[float]:
-    """Compare the logits of a batch with those of each document alone; and without what says where documents start."""
+    # The logits are also compared without what says where documents start.
     unpatched, patched = copy.deepcopy(policy), copy.deepcopy(policy)
     unpatched.config._attn_implementation = patched.config._attn_implementation = "sdpa"
     fa2patch.apply(patched)

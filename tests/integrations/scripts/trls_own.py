@@ -31,7 +31,7 @@ MORE: dict[str, dict[str, Any]] = {
 
 
 def reward(completions: list[str], **others: Any) -> list[float]:
-    """The share of words with an even number of letters."""
+    # The share of words with an even number of letters.
     words = [each.split() for each in completions]
     return [sum(len(word) % 2 == 0 for word in each) / (len(each) + 1) for each in words]
 
@@ -46,7 +46,6 @@ def row(kind: str, at: int, generator: torch.Generator) -> dict[str, Any]:
 
 
 def made(kind: str, folder: Path) -> None:
-    """Save a model, its tokenizer and a dataset."""
     words = tokenizer()
     words.chat_template = "{% for m in messages %}{{ ' ' + m['content'] }}{% endfor %}"  # else 0.19.1 downloads one
     words.padding_side = "left" if kind in ("grpo", "rloo") else "right"

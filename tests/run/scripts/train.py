@@ -1,5 +1,4 @@
 """An ordinary fine-tuning script with a Trainer, without fa2patch: ``python train.py FOLDER pad|pack OUTPUT``.
-
 FOLDER holds a model and documents. Mini-batches are padded by the collator or packed into one row.
 """
 
@@ -25,7 +24,7 @@ class Documents(torch.utils.data.Dataset):
 
 
 def packed(features):
-    """Collate all documents into one row, with position_ids that restart and a mask of ones."""
+    # The row has position_ids that restart and a mask of ones.
     row = {
         "input_ids": sum((feature["input_ids"] for feature in features), []),
         "labels": sum(([-100, *feature["labels"][1:]] for feature in features), []),

@@ -48,7 +48,7 @@ def rotate_half(x):
 
 
 def apply_rotary_pos_emb(x, cos, sin, position_ids):
-    """Rotate ``x``, whose pairs are side by side."""
+    # Pairs are side by side.
     x = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
     return x * cos[position_ids].unsqueeze(1) + rotate_half(x) * sin[position_ids].unsqueeze(1)
 

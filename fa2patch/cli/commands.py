@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import codecs
 import importlib
+import io
+import os
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,8 +16,6 @@ try:
     import click
 except ModuleNotFoundError as error:
     raise SystemExit(advice(error)) from None
-
-from .streams import cannot_write, usable_streams
 
 # For each subcommand, this names its module, which has it as NAME_command, and its line in the list of commands.
 COMMANDS = {
@@ -56,12 +58,41 @@ class Commands(click.Group):
             raise click.ClickException(advice(error)) from None
 
     def main(self, args: Sequence[str] | None = None, *rest: Any, **options: Any) -> Any:
-        # What cannot be read or written is one line on stderr, and the exit code 2.
-        usable_streams()
+        # What cannot be read or written is one line on stderr, and the exit code 2. Nobody wishes to read a closed
+        # stream, so what is written there is dropped.
+        for name in ("stdout", "stderr"):
+            stream = getattr(sys, name)
+            if stream is None:  # Python found the descriptor closed
+                setattr(sys, name, _dropped())
+            elif isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+                stream.reconfigure(errors="fa2patch")
         try:
             return super().main(args, *rest, **options)
         except OSError as error:  # click itself ends quietly where a pipe is closed
-            cannot_write(error)
+            if error.errno is None:
+                raise
+            what = os.fsdecode(error.filename) if isinstance(error.filename, (str, bytes)) else "the output"
+            click.echo(f"Error: {what}: {os.strerror(error.errno)}", err=True)
+            sys.stdout = _dropped()  # Python flushes it at the end, which would fail again
+            sys.exit(2)
+
+
+# Where the encoding of stdout lacks a character that commands print, this stands for it. Others become a question mark.
+PLAIN = {"…": "...", "█": "#", "•": "*", "→": "->", "µ": "u"}
+
+
+def _in_plain_characters(error: UnicodeError) -> tuple[str, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    lost = error.object[error.start : error.end]
+    return "".join(PLAIN.get(character, "?") for character in lost), error.end
+
+
+codecs.register_error("fa2patch", _in_plain_characters)
+
+
+def _dropped() -> io.TextIOWrapper:
+    return open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - as long as the process
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})

@@ -25,7 +25,7 @@ from ..patch.applying import apply
 from ..proof.inputs import example
 from .models import compat
 from .options import as_json_option, out_file
-from .output import escaped, in_one_line, new_console, print_json, progress_of, table_of, write_file
+from .output import escaped, in_one_line, new_console, print_json, print_table, progress_of, write_file
 from .verifying import Found, verified, verify_unpatched
 
 if TYPE_CHECKING:
@@ -141,9 +141,9 @@ def _with_tiny_llama() -> dict[str, Any]:
         failed = {"state": "error", "reason": f"Transformers' Llama cannot be made: {in_one_line(error)}"}
         return {"seam": None, "alone": failed, "alone_without_cache": failed, "why": "", "patched": failed}
     batch = example(torch.device("cpu"), model)
-    unpatched = verify_unpatched(model, batch)
-    without = unpatched.by_default if unpatched.without_cache is None else unpatched.without_cache
-    alone = {"alone": _state(unpatched.by_default), "alone_without_cache": _state(without), "why": unpatched.why}
+    default, without, why = verify_unpatched(model, batch)
+    without = default if without is None else without
+    alone = {"alone": _state(default), "alone_without_cache": _state(without), "why": why}
     try:
         with apply(model) as patch:
             seam = " and ".join(sorted({layer.seam for layer in patch.layers}))
@@ -182,15 +182,31 @@ def _advice(found: dict[str, Any]) -> Iterator[str]:
 
 
 def _show(console: Console, found: dict[str, Any]) -> None:
-    console.print(table_of(("", "found", ""), _rows(found)))
+    rows = [
+        ("Python", found["python"], found["platform"]),
+        ("torch", found["torch"], ", ".join(found["gpus"]) or "no GPU"),
+    ]
+    for name, package in found["packages"].items():
+        version, problem = package["version"], package["problem"]
+        rows.append((name, version or "[dim]none[/dim]", escaped(problem, "red") if version and problem else ""))
+    for kernel in found["kernels"]:
+        able = "[green]usable[/green]" if kernel["usable"] else "[dim]not usable[/dim]"
+        rows.append((f"kernel {kernel['name']}", able, escaped(kernel["reason"])))
+    rows.append(("seam of Llama", found["seam"] or "none", "others may differ: fa2patch status MODEL"))
+    for key, name in _TRIED.items():
+        state, reason = found[key]["state"], found[key].get("reason")
+        colour = "green" if state == "isolated" else "red"
+        rows.append((name, escaped(state, colour), escaped(reason or "one packed row, a tiny Llama")))
+    print_table(console, ("", "found", ""), rows)
     if found["why"]:
         console.print(f"[bold]One packed row, alone:[/bold] {escaped(found['why'])}")
     known = found["known"]
     if known:
-        rows = ", ".join(f"{row} {right}" for row, right in known["rows"].items())
+        right = ", ".join(f"{row} {number}" for row, number in known["rows"].items())
+        every = len(known["every_row"])
         console.print(
             f"[bold]Transformers {known['release']} alone[/bold], from the compat matrix, on its flash route, is "
-            f"right in so many of {known['measured']} architectures: {rows}; in all of these {len(known['every_row'])}."
+            f"right in so many of {known['measured']} architectures: {right}; in all of these {every}."
         )
         if known["leak"]:
             console.print(f"Even one plain row leaks in: {', '.join(known['leak'])}.")
@@ -200,19 +216,3 @@ def _show(console: Console, found: dict[str, Any]) -> None:
         console.print(f"[yellow]•[/yellow] {escaped(defect)}")
     for advice in found["advice"]:
         console.print(f"[bold cyan]→[/bold cyan] {escaped(advice)}")
-
-
-def _rows(found: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
-    yield "Python", found["python"], found["platform"]
-    yield "torch", found["torch"], ", ".join(found["gpus"]) or "no GPU"
-    for name, package in found["packages"].items():
-        version, problem = package["version"], package["problem"]
-        yield name, version or "[dim]none[/dim]", escaped(problem, "red") if version and problem else ""
-    for kernel in found["kernels"]:
-        able = "[green]usable[/green]" if kernel["usable"] else "[dim]not usable[/dim]"
-        yield f"kernel {kernel['name']}", able, escaped(kernel["reason"])
-    yield "seam of Llama", found["seam"] or "none", "others may differ: fa2patch status MODEL"
-    for key, name in _TRIED.items():
-        state, reason = found[key]["state"], found[key].get("reason")
-        colour = "green" if state == "isolated" else "red"
-        yield name, escaped(state, colour), escaped(reason or "one packed row, a tiny Llama")

@@ -49,7 +49,15 @@ def loaded_or_tiny(found: ModelArgument, dtype: torch.dtype) -> Any:
     elif not tiny_models.is_present(name) and tiny_models.is_present(name + MASKED):
         name += MASKED
     if not tiny_models.is_present(name):
-        raise _refusal(found)
+        # No tiny model is made of this kind of model. If fa2patch does not refuse it, the argument is the error.
+        found.attention = None
+        whole = fake(found, None)
+        try:
+            with apply(whole):
+                what = f"no tiny model is made of {type(whole).__name__}"
+        except Fa2PatchError as error:
+            raise _not_ok(found, whole, error) from None
+        raise cannot(f"{found.given}: {what}. Give one with weights: a folder, or a name on the hub.")
     try:
         made = tiny_models.build(name, found.attention or "sdpa", dtype)
     except Exception as error:  # Transformers refuses the config, or the implementation
@@ -78,20 +86,6 @@ def _loaded(found: ModelArgument, dtype: torch.dtype) -> Any:
     except NotAModel as error:
         raise _not_ok(found, model, error) from None
     return model.eval()
-
-
-def _refusal(found: ModelArgument) -> click.ClickException:
-    # No tiny model is made of this kind of model. If fa2patch does not refuse it, the argument is the error.
-    found.attention = None
-    made = fake(found, None)
-    try:
-        with apply(made):
-            name = type(made).__name__
-    except Fa2PatchError as error:
-        return _not_ok(found, made, error)
-    return cannot(
-        f"{found.given}: no tiny model is made of {name}. Give one with weights: a folder, or a name on the hub."
-    )
 
 
 def _not_ok(found: ModelArgument, model: object, error: Exception) -> Refused:

@@ -108,21 +108,42 @@ def matrix_command(
             progress(version.name, what)
 
         rows = matrix.rows(wanted, versions, folder or matrix.environments_folder(), jobs, done, doing)
-    nowhere = matrix.nowhere(rows)
+    nowhere, report = matrix.nowhere(rows), compat("user_models.report")
     ok = not nowhere and not any(row.is_bad(allow_refused) for row in rows)
     if file:
-        write_file(file, compat("user_models.report").as_json(rows, ok) + "\n")
-    _show(rows, style or ("table" if sys.stdout.isatty() else "markdown"), ok)
+        write_file(file, report.as_json(rows, ok) + "\n")
+    style = style or ("table" if sys.stdout.isatty() else "markdown")
+    if style == "table":
+        console = new_console()
+        console.print(report.table(rows))
+        for line in report.explanations(rows):
+            console.print(line, markup=False)
+    else:
+        click.echo(report.as_json(rows, ok) if style == "json" else report.markdown(rows))
     for complaint in nowhere:
         click.echo(complaint, err=True)
     sys.exit(0 if ok else 1)
 
 
 def _model(given: str, versions: Sequence[Version]) -> Model:
-    found = resolve(given, hint="--model", known=evidence.by_architecture())
+    known = evidence.by_architecture()
+    found = resolve(given, hint="--model", known=known)
     path = found.name
     if found.kind == "type":
-        _check_present(path, versions)
+        if path not in known:
+            why = evidence.evidence()["out of scope"].get(path)
+            raise cannot(
+                f"{path}: the matrix does not check this model type{f' ({why})' if why else ''}. Give a config.json "
+                f"to check it all the same. fa2patch verify {path} shows what fa2patch does with it here.",
+                "--model",
+            )
+        asked, there = [version.transformers for version in versions], evidence.minors_with(known[path])
+        if {*map(evidence.minor_of, asked)} <= {*evidence.minors()} - {*there}:
+            raise cannot(
+                f"{path}: looked for it in Transformers {', '.join(asked)}, found none. It is in "
+                f"{evidence.ranges_of(there)}.",
+                "--model",
+            )
     elif found.kind == "hub":
         from huggingface_hub import hf_hub_download
 
@@ -133,32 +154,3 @@ def _model(given: str, versions: Sequence[Version]) -> Model:
         raise cannot(str(error), "--model") from None
     found.say(RANDOM if found.kind == "type" else f"{STANDS_IN} Its sizes are not tried.")
     return replace(model, name=given) if found.kind == "hub" else model
-
-
-def _check_present(name: str, versions: Sequence[Version]) -> None:
-    states = evidence.by_architecture().get(name)
-    if states is None:
-        why = evidence.evidence()["out of scope"].get(name)
-        raise cannot(
-            f"{name}: the matrix does not check this model type{f' ({why})' if why else ''}. Give a config.json to "
-            f"check it all the same. fa2patch verify {name} shows what fa2patch does with it here.",
-            "--model",
-        )
-    asked, there = [version.transformers for version in versions], evidence.minors_with(states)
-    if {*map(evidence.minor_of, asked)} <= {*evidence.minors()} - {*there}:
-        raise cannot(
-            f"{name}: looked for it in Transformers {', '.join(asked)}, found none. It is in "
-            f"{evidence.ranges_of(there)}.",
-            "--model",
-        )
-
-
-def _show(rows: Sequence[Row], style: str, ok: bool) -> None:
-    report = compat("user_models.report")
-    if style == "table":
-        console = new_console()
-        console.print(report.table(rows))
-        for line in report.explanations(rows):
-            console.print(line, markup=False)
-    else:
-        click.echo(report.as_json(rows, ok) if style == "json" else report.markdown(rows))

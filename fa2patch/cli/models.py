@@ -82,8 +82,16 @@ def resolve(given: str, pretrained: bool = False, hint: str = "MODEL", known: It
         return ModelArgument(given, "hub", given, local_only=must_stay_local(given, hint))
     name = model_type_of(given, known := list(known)) or model_type_of(given, names := [*known, *model_types()])
     if name is None:
+        import transformers
+
+        here = "a folder without a config.json" if path.is_dir() else "no file or folder here"
         bare = "" if hint == "--model" else ", or --pretrained for a name without a slash"
-        raise cannot(f"{_no_model(given, path, names)}{bare}.", hint)
+        raise cannot(
+            f"{given!r} is {here} and no model type of Transformers {transformers.__version__}."
+            f"{did_you_mean(given, names)} Expected a config.json, a folder that holds one, a model type (fa2patch "
+            f"architectures lists them), or a name on the hub: org/name{bare}.",
+            hint,
+        )
     return ModelArgument(given, "type", name, name)
 
 
@@ -129,18 +137,6 @@ def _model_type(path: Path, hint: str) -> str:
         raise cannot(str(error), hint) from None
 
 
-def _no_model(given: str, path: Path, names: Iterable[str]) -> str:
-    import transformers
-
-    meant = did_you_mean(given, names)
-    here = "a folder without a config.json" if path.is_dir() else "no file or folder here"
-    return (
-        f"{given!r} is {here} and no model type of Transformers {transformers.__version__}.{meant} Expected a "
-        "config.json, a folder that holds one, a model type (fa2patch architectures lists them), or a name on the hub: "
-        "org/name"
-    )
-
-
 def config_of(found: ModelArgument) -> Any:
     # The config is at full size; that of a model type is Transformers' default.
     from transformers import AutoConfig
@@ -170,7 +166,15 @@ def must_stay_local(name: str, hint: str) -> bool:
         raise cannot(f"looked for a name on the hub, such as org/name, found {name!r}.", hint)
     from huggingface_hub import constants
 
-    problem = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else _asked(name)
+    problem = "HF_HUB_OFFLINE is set"
+    if not constants.HF_HUB_OFFLINE:
+        found: list[str] = []
+        seconds = float(os.environ.get("HF_HUB_ETAG_TIMEOUT") or SECONDS)
+        # a thread, because the time-out of a request does not end the look-up of the host's address
+        thread = threading.Thread(target=lambda: found.append(_request(name, seconds)), daemon=True)
+        thread.start()
+        thread.join(seconds)
+        problem = found[0] if found else f"{constants.ENDPOINT} did not answer within {seconds:g} s"
     if problem and not _is_cached(name):
         raise cannot(
             f"{name!r} is no file or folder here, and it cannot be loaded from the hub: {problem}, and it is not in "
@@ -180,18 +184,8 @@ def must_stay_local(name: str, hint: str) -> bool:
     return bool(problem)
 
 
-def _asked(name: str) -> str:
-    found: list[str] = []
-    seconds = float(os.environ.get("HF_HUB_ETAG_TIMEOUT") or SECONDS)
-    # a thread, because the time-out of a request does not end the look-up of the host's address
-    thread = threading.Thread(target=lambda: found.append(_request(name, seconds)), daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return found[0] if found else f"{_endpoint()} did not answer within {seconds:g} s"
-
-
 def _request(name: str, seconds: float) -> str:
-    from huggingface_hub import HfApi
+    from huggingface_hub import HfApi, constants
     from huggingface_hub.utils import GatedRepoError, RepositoryNotFoundError  # type: ignore[attr-defined]
 
     try:
@@ -199,16 +193,10 @@ def _request(name: str, seconds: float) -> str:
     except GatedRepoError:
         return "access to it must be asked for on its page, and then needs a token (hf auth login)"
     except RepositoryNotFoundError:
-        return f"{_endpoint()} has no model of this name, or it is private and needs a token (hf auth login)"
+        return f"{constants.ENDPOINT} has no model of this name, or it is private and needs a token (hf auth login)"
     except Exception as error:  # requests' and httpx's errors have no common base class
-        return f"{_endpoint()} cannot be reached ({in_one_line(error)[:150]})"
+        return f"{constants.ENDPOINT} cannot be reached ({in_one_line(error)[:150]})"
     return ""
-
-
-def _endpoint() -> str:
-    from huggingface_hub import constants
-
-    return str(constants.ENDPOINT)
 
 
 def _is_cached(name: str) -> bool:

@@ -7,17 +7,13 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable
 
 import click
 
 if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions
-    from rich.padding import Padding
-    from rich.table import Table
-    from rich.text import Text
+    from rich.console import Console
 
 # With fewer characters for a column, a table would be read one letter a line.
 LEAST = 8
@@ -36,45 +32,29 @@ def new_console() -> Console:
     return Console(width=None if sys.stdout.isatty() else wide, highlight=False)
 
 
-def table_of(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> TableRows:
-    return TableRows(columns, [*rows])
+def print_table(console: Console, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+    # A cell is text with rich's markup, a number or a list of texts. A narrow console gets a list of the rows.
+    from rich import box
+    from rich.padding import Padding
+    from rich.table import Table
+    from rich.text import Text
 
-
-@dataclass(frozen=True)
-class TableRows:
-    """What rich prints as a table or, on a narrow console, as a list of its rows."""
-
-    columns: Sequence[str]
-    rows: Sequence[Sequence[str]]
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table | Text | Padding]:
-        from rich.text import Text
-
-        first = max((line.cell_len for row in self.rows for line in Text.from_markup(row[0]).split()), default=0)
-        needed = 2 + first + (LEAST + 3) * (len(self.columns) - 1)
-        yield from self._list() if options.max_width < needed else [self._table()]
-
-    def _table(self) -> Table:
-        # Long text is wrapped and never cut. The first column is not even wrapped.
-        from rich import box
-        from rich.table import Table
-
-        table = Table(box=box.SIMPLE)
-        for number, name in enumerate(self.columns):
-            table.add_column(name, overflow="fold", no_wrap=number == 0)
-        for row in self.rows:
-            table.add_row(*row)
-        return table
-
-    def _list(self) -> Iterator[Text | Padding]:
-        from rich.padding import Padding
-        from rich.text import Text
-
-        for row in self.rows:
-            yield Text.from_markup(row[0], style="bold")
-            for name, cell in zip(self.columns[1:], row[1:]):
+    shown = [[", ".join(cell) if isinstance(cell, list) else str(cell) for cell in row] for row in rows]
+    first = max((line.cell_len for row in shown for line in Text.from_markup(row[0]).split()), default=0)
+    if console.width < 2 + first + (LEAST + 3) * (len(columns) - 1):
+        for row in shown:
+            console.print(Text.from_markup(row[0], style="bold"))
+            for name, cell in zip(columns[1:], row[1:]):
                 if cell:
-                    yield Padding(Text.from_markup(f"{name}: {cell}" if name else cell), (0, 0, 0, 2))
+                    console.print(Padding(Text.from_markup(f"{name}: {cell}" if name else cell), (0, 0, 0, 2)))
+        return
+    # Long text is wrapped and never cut. The first column is not even wrapped.
+    table = Table(box=box.SIMPLE)
+    for number, name in enumerate(columns):
+        table.add_column(name, overflow="fold", no_wrap=number == 0)
+    for row in shown:
+        table.add_row(*row)
+    console.print(table)
 
 
 def escaped(text: object, style: str = "") -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import numpy as np
 from ..packing import ATTENTION_COST, PackedBatchSampler, example_costs, imbalance, plan
 from ..packing.strategies import Ints
 from .options import as_json_option
-from .output import in_one_line, new_console, print_json, table_of
+from .output import in_one_line, new_console, print_json, print_table
 
 # bars of the histogram, the most characters of one, and those before and behind it
 BINS, BAR, BESIDE_BAR = 10, 40, 36
@@ -70,10 +69,18 @@ def plan_command(
         return
     console = new_console()
     console.print(f"{len(lengths):,} examples, {lengths.sum():,} tokens, {lengths.mean():.0f} in each on average")
-    for line in _picture(lengths, min(BAR, console.width - BESIDE_BAR)):
-        console.print(line, markup=False)
+    edges = np.unique(np.linspace(lengths.min(), lengths.max() + 1, BINS + 1).astype(np.int64))
+    counts, _ = np.histogram(lengths, edges)
+    for start, stop, count in zip(edges, edges[1:], counts):
+        bar = "█" * int(np.ceil(min(BAR, console.width - BESIDE_BAR) * count / counts.max()))  # none where it is narrow
+        console.print(f"{start:>8,} to {stop - 1:>8,} tokens {bar} {count:,}", markup=False)
     columns = ("batches", "steps", "passes", "tokens", "padding", "largest pass", "cost", *["imbalance"] * (ranks > 1))
-    console.print(table_of(columns, [_row(way, ranks) for way in ways]))
+    rows = []
+    for way in ways:
+        tokens = (f"{way.tokens:,}", f"{way.padding:.0%}", f"{way.largest:,}")
+        last = [f"{way.imbalance:.2f}"] * (ranks > 1)
+        rows.append((way.name, f"{way.steps:,}", f"{way.passes:.1f}", *tokens, f"{way.cost:.2f}", *last))
+    print_table(console, columns, rows)
     console.print(_advice(ways))
 
 
@@ -88,7 +95,6 @@ def compared(lengths: Ints, max_tokens: int, batch_size: int, ranks: int) -> lis
     sampler = PackedBatchSampler(
         lengths, max_tokens, ranks, "all", strategy="mini_batches", global_batch_size=batch_size * ranks
     )
-    costs = sampler.costs()
     rows = plan(lengths, max_tokens)
     filled = [[lengths[row] for row in rows[at : at + ranks]] for at in range(0, len(rows), ranks)]
     whole = _way("mini-batches, packed", packed, lengths)
@@ -97,7 +103,7 @@ def compared(lengths: Ints, max_tokens: int, batch_size: int, ranks: int) -> lis
         name="mini-batches, in passes",
         passes=float(np.mean(sampler.passes)),
         largest=min(max_tokens, whole.largest),
-        imbalance=imbalance(costs),
+        imbalance=imbalance(sampler.costs()),
     )
     ways = [padded, whole, cut, _way("rows filled to the budget", filled, lengths)]
     return [replace(way, cost=way.cost / padded.cost) for way in ways]
@@ -106,25 +112,10 @@ def compared(lengths: Ints, max_tokens: int, batch_size: int, ranks: int) -> lis
 def _way(name: str, steps: list[list[Ints]], lengths: Ints) -> Batching:
     # `steps` has, for each rank, the lengths with padding of its rows or documents.
     costs = [[float(example_costs(each, ATTENTION_COST).sum()) for each in step] for step in steps]
-    tokens = sum(int(each.sum()) for step in steps for each in step)
+    tokens = [int(each.sum()) for step in steps for each in step]
     full = np.array([step for step in costs if len(step) == len(costs[0])])
-    largest = max(int(each.sum()) for step in steps for each in step)
-    padding = 1 - float(lengths.sum()) / tokens
-    return Batching(name, len(steps), 1.0, tokens, padding, largest, sum(map(sum, costs)), imbalance(full))
-
-
-def _row(way: Batching, ranks: int) -> tuple[str, ...]:
-    last = [f"{way.imbalance:.2f}"] if ranks > 1 else []
-    tokens = (f"{way.tokens:,}", f"{way.padding:.0%}", f"{way.largest:,}")
-    return (way.name, f"{way.steps:,}", f"{way.passes:.1f}", *tokens, f"{way.cost:.2f}", *last)
-
-
-def _picture(lengths: Ints, bar: int) -> Iterator[str]:
-    # A bar has up to `bar` characters. Below 1 there are none.
-    edges = np.unique(np.linspace(lengths.min(), lengths.max() + 1, BINS + 1).astype(np.int64))
-    counts, _ = np.histogram(lengths, edges)
-    for start, stop, count in zip(edges, edges[1:], counts):
-        yield f"{start:>8,} to {stop - 1:>8,} tokens {'█' * int(np.ceil(bar * count / counts.max()))} {count:,}"
+    padding = 1 - float(lengths.sum()) / sum(tokens)
+    return Batching(name, len(steps), 1.0, sum(tokens), padding, max(tokens), sum(map(sum, costs)), imbalance(full))
 
 
 def _advice(ways: list[Batching]) -> str:
@@ -163,29 +154,27 @@ def _lengths(path: Path, tokenizer: str | None) -> Ints:
 
 
 def _read(path: Path, tokenizer: str | None) -> Any:
+    rows: Any
     if path.is_dir():
-        return [_length(row, _tokens_by(tokenizer)) for row in importlib.import_module("datasets").load_from_disk(path)]
-    if path.suffix == ".npy":
+        rows = importlib.import_module("datasets").load_from_disk(path)
+    elif path.suffix == ".npy":
         return np.load(path)
-    text = path.read_text(encoding="utf-8")
-    if path.suffix != ".jsonl":
-        return json.loads(text) if path.suffix == ".json" else [int(word) for word in text.split()]
-    count = _tokens_by(tokenizer)
-    return [_length(json.loads(line), count) for line in text.splitlines() if line.strip()]
+    else:
+        text = path.read_text(encoding="utf-8")
+        if path.suffix != ".jsonl":
+            return json.loads(text) if path.suffix == ".json" else [int(word) for word in text.split()]
+        rows = (json.loads(line) for line in text.splitlines() if line.strip())
+    loaded = None
+    if tokenizer is not None:
+        loaded = importlib.import_module("transformers").AutoTokenizer.from_pretrained(tokenizer)
+    return [_length(row, loaded) for row in rows]
 
 
-def _tokens_by(tokenizer: str | None) -> Callable[[str], int] | None:
-    if tokenizer is None:
-        return None
-    loaded = importlib.import_module("transformers").AutoTokenizer.from_pretrained(tokenizer)
-    return lambda text: len(loaded(text)["input_ids"])
-
-
-def _length(row: dict[str, Any], count: Callable[[str], int] | None) -> int:
+def _length(row: dict[str, Any], tokenizer: Any) -> int:
     if "input_ids" in row:
         return len(row["input_ids"])
     texts = [row[name] for name in ("text", "prompt", "completion") if isinstance(row.get(name), str)]
-    if texts and count is not None:
-        return count("".join(texts))
+    if texts and tokenizer is not None:
+        return len(tokenizer("".join(texts))["input_ids"])
     need = "--tokenizer NAME, because it holds texts" if texts else "input_ids, text, or prompt and completion"
     raise click.BadParameter(f"an example has {', '.join(row)}; looked for {need}.", param_hint="DATASET")

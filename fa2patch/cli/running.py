@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from difflib import get_close_matches
+from typing import Any
 
 import click
 
@@ -21,16 +22,7 @@ from ..run.start import RunOptions, start
 @click.option("--quiet", is_flag=True, help="Print only what is left as it is, each with the reason.")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="SCRIPT|-m MODULE [ARGS]...")
 @click.pass_context
-def run_command(
-    context: click.Context,
-    kernel: str,
-    collate: bool,
-    padded_batches: bool,
-    pack: bool,
-    max_tokens: int | None,
-    quiet: bool,
-    command: tuple[str, ...],
-) -> None:
+def run_command(context: click.Context, /, command: tuple[str, ...], **options: Any) -> None:
     """Run a script, a module or an installed command (trl sft ...) with every language model in it patched.
 
     A model that the script, or a Python that it starts, gets from from_pretrained or from_config is patched as it is
@@ -41,11 +33,11 @@ def run_command(
     SCRIPT.
     """
     if command[0].startswith("-") and command[0] not in ("-m", "-"):
-        known = [name for option in context.command.params for name in (*option.opts, *option.secondary_opts)]
         given = command[0].partition("=")[0]
+        known = [name for option in context.command.params for name in (*option.opts, *option.secondary_opts)]
         close = get_close_matches(given, [name for name in known if name.startswith("--")])
         raise click.NoSuchOption(given, possibilities=close, ctx=context)
     try:
-        start(command, RunOptions(kernel, collate, quiet, pack, max_tokens, padded_batches))
+        start(command, RunOptions(**options))
     except Fa2PatchError as error:
         raise click.UsageError(str(error)) from None

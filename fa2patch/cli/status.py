@@ -17,13 +17,12 @@ from ..kernels import Asked, Kernel, Picks, pick
 from ..patch.applying import apply
 from ..patch.state import Patch
 from ..upstream.facts import Site
-from ..upstream.find_layers import Layer
 from ..upstream.find_models import models, transformers_model
 from ..upstream.packed_mask import PackedMask
 from .loading import Refused, fake
 from .models import ModelArgument
 from .options import dtype, kernel, takes_model
-from .output import escaped, in_one_line, new_console, print_json, table_of
+from .output import escaped, in_one_line, new_console, print_json, print_table
 
 
 @click.command("status")
@@ -46,11 +45,7 @@ def status_command(model: ModelArgument, kernel: str, dtype: torch.dtype | None,
         raise Refused(model, made, str(error), refused=f"{type(error).__name__}: {error}") from None
     if as_json:
         print_json({"checked": model.checked, **found})
-    else:
-        _show(found)
-
-
-def _show(found: dict[str, Any]) -> None:
+        return
     console, rows = new_console(), []
     console.print(
         f"[bold]{found['model']}[/bold] ({found['model_type']}, loaded as {found['attn_implementation']}): would be "
@@ -59,9 +54,9 @@ def _show(found: dict[str, Any]) -> None:
     for _, same in groupby(found["layers"], lambda layer: {**layer, "name": ""}):
         first, *others = same
         name = first["name"] + (f"\n… {others[-1]['name']}" if others else "")
-        window, computed = str(first["window"] or "-"), first["kernel"] or "?"
-        rows.append((name, first["class"], first["seam"], first["replaced"], window, computed))
-    console.print(table_of(("layers", "class", "seam", "replaced", "window", "kernel"), rows))
+        what = (first["class"], first["seam"], first["replaced"])
+        rows.append((name, *what, first["window"] or "-", first["kernel"] or "?"))
+    print_table(console, ("layers", "class", "seam", "replaced", "window", "kernel"), rows)
     for why in dict.fromkeys(layer["why"] for layer in found["layers"] if layer["why"]):
         console.print(f"Passed over: {escaped(why)}.")
     if found["problem"]:
@@ -74,11 +69,23 @@ def _show(found: dict[str, Any]) -> None:
 def _preview(model: Model, kernel: str) -> dict[str, Any]:
     # The model has fake tensors. The result is JSON-compatible.
     inner = transformers_model(model)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    decoder = models(inner)[-1]
+    device, decoder, found = "cuda" if torch.cuda.is_available() else "cpu", models(inner)[-1], []
     with apply(inner, kernel=kernel) as patch:
         picks, problem = _rehearsed(patch, device)
-        found = [_layer(layer, decoder.get_submodule(layer.name), picks) for layer in patch.attention]
+        for layer in patch.attention:
+            module = decoder.get_submodule(layer.name)
+            window, computed = getattr(module, "sliding_window", None), picks.of(module)
+            found.append(
+                {
+                    "name": layer.name,
+                    "class": type(module).__name__,
+                    "seam": layer.seam,
+                    "replaced": _named(layer.site),
+                    "window": window if isinstance(window, int) else None,
+                    "kernel": computed.kernel.name if computed else None,
+                    "why": computed.why if computed else "",
+                }
+            )
         of_layers = {layer.site for layer in patch.attention}
         besides = [_named(site) for site in patch.plan.sites if site not in of_layers]
     return {
@@ -136,19 +143,6 @@ def _rehearsed(patch: Patch, device: str) -> tuple[_Rehearsal, str]:
     except Exception as error:
         problem = in_one_line(error)
     return picks, problem
-
-
-def _layer(layer: Layer, module: torch.nn.Module, picks: _Rehearsal) -> dict[str, Any]:
-    window, found = getattr(module, "sliding_window", None), picks.of(module)
-    return {
-        "name": layer.name,
-        "class": type(module).__name__,
-        "seam": layer.seam,
-        "replaced": _named(layer.site),
-        "window": window if isinstance(window, int) else None,
-        "kernel": found.kernel.name if found else None,
-        "why": found.why if found else "",
-    }
 
 
 def _named(site: Site) -> str:

@@ -12,7 +12,7 @@ from .. import evidence
 from ..upstream import architectures as registry
 from .models import MASKED, cannot, did_you_mean, model_type_of, model_types
 from .options import as_json_option
-from .output import escaped, new_console, print_json, table_of
+from .output import escaped, new_console, print_json, print_table
 
 _QUIRKS = {"adjust": "options adjusted", "queries": "queries scaled", "refuse": "some configs refused"}
 _NOT_CHECKED = "not checked"  # the state of every architecture in a version without evidence
@@ -103,22 +103,20 @@ def _here(row: dict[str, Any]) -> str:
 
 
 def _show_all(found: list[dict[str, Any]], rest: list[str], version: str) -> None:
-    console, rows, ok = new_console(), [], 0
+    console, minors, rows = new_console(), evidence.minors(), []
     for row in found:
         name = escaped(row["model_type"], "bold" if row["family"] else "")
-        if row["state"] == "ok":
-            ok += 1
-            rows.append((name, row["seam"], ", ".join(row["does"]), row["isolated_in"]))
-        else:
-            rows.append((name, "-", escaped(_here(row), "yellow"), row["isolated_in"] or "-"))
+        does = row["does"] or escaped(_here(row), "yellow")  # only what is isolated has a seam, and something is done
+        rows.append((name, row["seam"] or "-", does, row["isolated_in"] or "-"))
+    ok = sum(row["state"] == "ok" for row in found)
     summary = f"{ok} of {len(found)} architectures with evidence are isolated. The fourteen families are first."
-    if evidence.minor_of(version) not in evidence.minors():
+    if evidence.minor_of(version) not in minors:
         summary = (
-            f"No architecture was checked in this release. The newest one with evidence is {evidence.minors()[-1]}: "
-            "what was found there is shown. fa2patch verify NAME shows what fa2patch does with a model here."
+            f"No architecture was checked in this release. The newest one with evidence is {minors[-1]}: what was "
+            "found there is shown. fa2patch verify NAME shows what fa2patch does with a model here."
         )
     console.print(f"[bold]Transformers {version}[/bold]: {summary}")
-    console.print(table_of(("model type", "seam", "what is done", "isolated in"), rows))
+    print_table(console, ("model type", "seam", "what is done", "isolated in"), rows)
     console.print(_LEGEND)
     if rest:
         console.print(
@@ -141,11 +139,9 @@ def _show_one(row: dict[str, Any], version: str) -> None:
 
 
 def _without_evidence(name: str, version: str) -> str:
-    states = evidence.by_architecture().get(name)
-    if states:
+    if states := evidence.by_architecture().get(name):
         there = evidence.ranges_of(evidence.minors_with(states))
         return f"{name}: the evidence has it in {there} only, and this is Transformers {version}."
-    why = evidence.evidence()["out of scope"].get(name)
-    reason = f": {why}" if str(why).startswith("vision") else f", because it {why}"
-    because = f" It is not checked{reason}." if why else ""
+    why = evidence.evidence()["out of scope"].get(name, "")
+    because = f" It is not checked{':' if why.startswith('vision') else ', because it'} {why}." if why else ""
     return f"{name}: there is no evidence of it.{because} fa2patch verify {name} shows what fa2patch does with it."

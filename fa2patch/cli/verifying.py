@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Union
 
@@ -22,7 +22,7 @@ from ..upstream.find_models import transformers_model
 from .loading import loaded_or_tiny
 from .models import ModelArgument
 from .options import device, dtype, takes_model
-from .output import escaped, in_one_line, new_console, print_json, table_of
+from .output import escaped, in_one_line, new_console, print_json, print_table
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -81,20 +81,32 @@ def verify_command(
     """
     ready = loaded_or_tiny(model, dtype).to(device)
     call = {**(example(device, ready) if batch is None else batch), **({} if cache is None else {"use_cache": cache})}
-    unpatched = verify_unpatched(ready, call, max_documents)
-    ours, name = _patched(ready, call, max_documents, unpatched), type(ready).__name__
+    name, (default, without, why) = type(ready).__name__, verify_unpatched(ready, call, max_documents)
+    try:
+        apply(ready)  # it stays patched
+        ours: Found = verify(ready, batch=call, strict=False, max_documents=max_documents)
+    except Exception as error:
+        # an error of other code is the batch's, which does not fit the model, if there is one without fa2patch too
+        if not isinstance(error, Fa2PatchError) and not isinstance(default, str):
+            raise
+        ours = _as_text(error)
     if as_json:
-        both = {"alone": unpatched.by_default, "alone_without_cache": unpatched.without_cache, "fa2patch": ours}
+        both = {"alone": default, "alone_without_cache": without, "fa2patch": ours}
         shown = {
             key: {"error": it} if isinstance(it, str) else it.to_dict() for key, it in both.items() if it is not None
         }
-        print_json({"model": name, "checked": model.checked, "ok": is_isolated(ours), **shown, "why": unpatched.why})
+        print_json({"model": name, "checked": model.checked, "ok": is_isolated(ours), **shown, "why": why})
     else:
-        console = new_console()
-        for title, found in _titled(unpatched):
-            _show(console, f"{name}, Transformers alone{title}", found)
-        if unpatched.why:
-            console.print(f"Why they differ: {unpatched.why}\n", markup=False)
+        console, alone = new_console(), f"{name}, Transformers alone"
+        if without is None:
+            _show(console, alone, default)
+        elif without == default:
+            _show(console, f"{alone}, with and without a cache", default)
+        else:
+            _show(console, f"{alone}, with the cache that it makes by default", default)
+            _show(console, f"{alone}, without a cache (use_cache=False)", without)
+        if why:
+            console.print(f"Why they differ: {why}\n", markup=False)
         _show(console, f"{name}, with fa2patch", ours)
     sys.exit(0 if is_isolated(ours) else 1)
 
@@ -125,18 +137,6 @@ def verified(model: Model, batch: Call, max_documents: int | None = None) -> Fou
         return _as_text(error)
 
 
-def _patched(model: Model, batch: Call, max_documents: int | None, unpatched: Unpatched) -> Found:
-    # The model stays patched.
-    try:
-        apply(model)
-        return verify(model, batch=batch, strict=False, max_documents=max_documents)
-    except Exception as error:
-        # an error of other code is the batch's, which does not fit the model, if there is one without fa2patch too
-        if isinstance(error, Fa2PatchError) or isinstance(unpatched.by_default, str):
-            return _as_text(error)
-        raise
-
-
 def _as_text(error: Exception) -> str:
     # fa2patch's own errors are kept whole, others as one line.
     return f"{type(error).__name__}: {error}" if isinstance(error, Fa2PatchError) else in_one_line(error)
@@ -146,17 +146,6 @@ def is_isolated(found: Found | None) -> bool:
     return isinstance(found, Verification) and found.ok
 
 
-def _titled(unpatched: Unpatched) -> Iterator[tuple[str, Found]]:
-    default, without = unpatched.by_default, unpatched.without_cache
-    if without is None:
-        yield "", default
-    elif without == default:
-        yield ", with and without a cache", default
-    else:
-        yield ", with the cache that it makes by default", default
-        yield ", without a cache (use_cache=False)", without
-
-
 def _show(console: Console, title: str, found: Found) -> None:
     if isinstance(found, str):
         console.print(f"[bold]{title}[/bold]: {escaped(found, 'yellow')}\n")
@@ -164,12 +153,11 @@ def _show(console: Console, title: str, found: Found) -> None:
     where = [found.word, "row", "token", "length", *(["continues"] if found.word == "segment" else [])]
     rows = []
     for number, document in enumerate(found.documents, 1):
-        cells = (number, document.row, document.start, document.length, document.parent or "-")
-        bounded = ((document.moved, found.moved_bound), (document.gradient, 0.0))
-        values = (_number(*each) for each in (*bounded, (document.distance, found.distance_bound)))
-        rows.append([*(str(cell) for cell in cells[: len(where)]), *values])
+        cells = (number, document.row, document.start, document.length, document.parent or "-")[: len(where)]
+        moved, gradient = _number(document.moved, found.moved_bound), _number(document.gradient, 0.0)
+        rows.append((*cells, moved, gradient, _number(document.distance, found.distance_bound)))
     console.print(f"[bold]{title}[/bold]: {'[green]isolated[/green]' if found.ok else '[red]NOT ISOLATED[/red]'}")
-    console.print(table_of([*where, "changed by others", "gradient to others", "from alone"], rows))
+    print_table(console, [*where, "changed by others", "gradient to others", "from alone"], rows)
     if found.reason:
         console.print(escaped(found.reason, "red"))
     console.print()

@@ -64,9 +64,8 @@ def why_trainer_stays_padded(trainer: Any) -> str:
         return f"this {name(collator)} masks tokens at random (mlm=True)"
     if getattr(collator, "return_tensors", "pt") != "pt":
         return f"this {name(collator)} makes no torch tensors (return_tensors={collator.return_tensors!r})"
-    found = replaced(trainer, LOOK_AT_BATCHES)
-    if found:
-        return found
+    if looks := replaced(trainer, LOOK_AT_BATCHES):
+        return looks
     if getattr(trainer, "compute_loss_func", None) is not None:
         return "its compute_loss_func may look at rows"
     if args.n_gpu > 1:
@@ -75,18 +74,16 @@ def why_trainer_stays_padded(trainer: Any) -> str:
 
 
 def _cut_up(trainer: Any) -> str:
-    accelerator, args = trainer.accelerator, trainer.args
-    shared = getattr(accelerator, "parallelism_config", None)
-    if any(getattr(shared, kind, False) for kind in ("cp_enabled", "sp_enabled")):
+    shared = getattr(trainer.accelerator, "parallelism_config", None)
+    several, dispatched = trainer.args.world_size > 1, _dispatched(trainer)
+    if getattr(shared, "cp_enabled", False) or getattr(shared, "sp_enabled", False):
         return "context or sequence parallelism cuts rows up"
-    if args.world_size > 1 and getattr(accelerator, "split_batches", False):
+    if several and getattr(trainer.accelerator, "split_batches", False):
         return "split_batches=True cuts one batch up for all ranks, by rows"
-    if _dispatched(trainer) and args.world_size > 1:
+    if several and dispatched:
         return "one rank reads batches and cuts them up for all, by rows (dispatch_batches)"
-    if _dispatched(trainer) and getattr(args, "torch_compile", False):
-        return (
-            "torch_compile needs documents' lengths, and accelerate's dispatch_batches cuts those as if they were rows"
-        )
+    if dispatched and getattr(trainer.args, "torch_compile", False):
+        return "torch_compile needs documents' lengths, which accelerate's dispatch_batches cuts as if they were rows"
     return ""
 
 

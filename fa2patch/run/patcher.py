@@ -11,7 +11,7 @@ import sys
 import traceback
 import weakref
 from types import ModuleType
-from typing import Any, Callable
+from typing import Any
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
@@ -19,12 +19,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 from .._torch import is_no_verdict
 from .._types import Function
 from ..binding import ABSENT, bind, release
-from ..trainers.packed_trainer import PACKS, held_models, pack_models
-from ..trainers.token_budget import TokenBudget
 from ..errors import Fa2PatchError, KernelUnavailable, NotAModel, UnknownKernel
 from ..patch.applying import apply, status
 from ..patch.padding import of_model, pack_padded_batches
 from ..patch.state import Patch
+from ..trainers.packed_trainer import PACKS, held_models, pack_models
+from ..trainers.token_budget import TokenBudget
 from ..upstream import inspecting
 from ..upstream.find_layers import ModelLayers
 from ..upstream.find_models import embedding_of, is_transformers_model, models, transformers_model
@@ -32,8 +32,6 @@ from ..upstream.step import Tally
 from . import flattening
 from .start import RunOptions, say
 from .startup.fa2patch_startup import WATCHED
-
-COUNTS = ("batches", "cells", "tokens")
 
 
 @functools.cache
@@ -67,14 +65,15 @@ class Patcher:
             self._model_classes += (cls,)
             for method in ("from_pretrained", "_from_config"):
                 bind(cls, method, self._making, self)
-        elif kind == "trainers":
-            self._watch_constructors(cls, self._trainer_constructed)
+            return
+        if kind == "trainers":
             bind(cls, "call_model_init", self._making_for_trainer, self)
             if self.options.collate:
                 bind(cls, "get_train_dataloader", self._loading, self)
         else:
             self._holders += (cls,)
-            self._watch_constructors(cls, self._holder_constructed)
+        bind(cls, "__init_subclass__", functools.partial(self._subclassing, cls), self)
+        self._watch_constructors(cls)
 
     def off(self) -> None:
         if not self.active:
@@ -84,29 +83,22 @@ class Patcher:
         for patch in [each() for each in self._patches]:
             if patch is not None:
                 patch.revert()
-        if self._computed:
-            self._say_what_was_packed()
-        if self.options.collate and self._computed and not self._trained:
-            say(
-                "--collate has changed nothing: no Trainer has trained here, and a loop of one's own may look at rows "
-                "and masks. There, give the loader fa2patch.DataCollatorWithFlattening()."
-            )
-
-    def _say_what_was_packed(self) -> None:
+        if not self._computed:
+            return
         rows = sorted({name for name, done, _ in self._computed if done.rows})
         padded = sorted({name for name, done, _ in self._computed if done.batches})
+        names = " and ".join(sorted({name for name, *_ in self._computed}))
         why = next((done.why for _, done, _ in self._computed if done.why), "")
         said = [f"{' and '.join(rows)} computed packed rows, each document by itself"] if rows else []
         if padded:
-            batches, cells, tokens = (sum(getattr(done, what) for _, done, _ in self._computed) for what in COUNTS)
+            counts = [(done.batches, done.cells, done.tokens) for _, done, _ in self._computed]
+            batches, cells, tokens = map(sum, zip(*counts))
             said.append(
                 f"{' and '.join(padded)} computed {tokens:,} tokens for the {cells:,} of {batches:,} padded batches"
             )
         if said:
             self._say_unless_quiet("; ".join(said) + (f". Other batches stayed padded: {why}." if why else "."))
-            return
-        names = " and ".join(sorted({name for name, *_ in self._computed}))
-        if why:
+        elif why:
             say(f"nothing was packed: batches of {names} were computed as they came: {why}.")
         elif self._packing or all(packs for *_, packs in self._computed):
             say(
@@ -117,19 +109,25 @@ class Patcher:
                 f"nothing was packed: {names} had no batch whose rows say where documents start. If batches are "
                 "padded, --padded-batches computes them packed."
             )
+        if self.options.collate and not self._trained:
+            say(
+                "--collate has changed nothing: no Trainer has trained here, and a loop of one's own may look at rows "
+                "and masks. There, give the loader fa2patch.DataCollatorWithFlattening()."
+            )
 
     def patch(self, model: Any) -> None:
         # A model that was seen before is left as it is.
-        if model not in self._seen and status(model) is None:
-            self._seen.add(model)
-            self._patch(model)
+        with contextlib.suppress(NotAModel):
+            model = transformers_model(model)
+            if model not in self._seen and status(model) is None:
+                self._seen.add(model)
+                self._patch(model)
 
     def _patch(self, model: Any) -> None:
         # `model` may also be an object that holds a model and makes its batches.
         name = type(model).__name__
         try:
-            why = reads_no_text(model) if is_transformers_model(model) else ""
-            if why:
+            if is_transformers_model(model) and (why := reads_no_text(model)):
                 say(f"{name} left alone: {why}. Call fa2patch.apply(model) if its batches are packed all the same.")
                 return
             patch = apply(model, kernel=self.options.kernel, padded_batches=self.options.padded_batches or None)
@@ -190,77 +188,100 @@ class Patcher:
 
     # --- constructors of trainers and holders -------------------------------------------------------------------------
 
-    def _watch_constructors(self, base: Any, then: Callable[[Any, bool], None]) -> None:
-        # `then` is called after each constructor that an object passes through, with whether it was the outermost one:
-        # the constructor of a subclass goes on after that of its base. Subclasses that are defined later are watched,
-        # too.
+    def _subclassing(self, base: Any, original: Any) -> Any:
+        # Subclasses that are defined later are watched, too.
+        def __init_subclass__(cls: Any, /, **kwargs: Any) -> None:
+            if original is ABSENT:
+                super(base, cls).__init_subclass__(**kwargs)
+            else:
+                original.__get__(None, cls)(**kwargs)
+            self._watch_constructors(cls)
 
-        def following(original: Any) -> Any:
-            def __init_subclass__(cls: Any, /, **kwargs: Any) -> None:
-                if original is ABSENT:
-                    super(base, cls).__init_subclass__(**kwargs)
-                else:
-                    original.__get__(None, cls)(**kwargs)
-                self._watch_constructor(cls, then)
+        return classmethod(__init_subclass__)
 
-            return classmethod(__init_subclass__)
-
-        bind(base, "__init_subclass__", following, self)
-        self._watch_constructor(base, then)
-
-    def _watch_constructor(self, cls: Any, then: Callable[[Any, bool], None]) -> None:
-        patcher, under_way = self, self._under_way
-
-        def constructing(original: Function) -> Function:
-            @functools.wraps(original)
-            def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # _is_a_part looks for this name and `self`
-                outermost = id(self) not in under_way
-                under_way.add(id(self))
-                try:
-                    original(self, *args, **kwargs)
-                finally:
-                    if outermost:
-                        under_way.discard(id(self))
-                if patcher.active:
-                    then(self, outermost)
-
-            return __init__
-
+    def _watch_constructors(self, cls: Any) -> None:
         if "__init__" in vars(cls):
-            bind(cls, "__init__", constructing, self)
+            bind(cls, "__init__", self._constructing, self)
         for subclass in cls.__subclasses__():
-            self._watch_constructor(subclass, then)
+            self._watch_constructors(subclass)
 
-    def _holder_constructed(self, holder: Any, outermost: bool) -> None:
-        if outermost:
+    def _constructing(self, original: Function) -> Function:
+        patcher = self
+
+        @functools.wraps(original)
+        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # _is_a_part looks for this name and `self`
+            outermost = id(self) not in patcher._under_way
+            patcher._under_way.add(id(self))
+            try:
+                original(self, *args, **kwargs)
+            finally:
+                if outermost:
+                    patcher._under_way.discard(id(self))
+            if patcher.active:
+                patcher._constructed(self, outermost)
+
+        return __init__
+
+    def _constructed(self, made: Any, outermost: bool) -> None:
+        # An object passes through several constructors. That of a subclass, the outermost one, goes on after that of
+        # its base.
+        if not isinstance(made, self._holders):
+            self.patch(getattr(made, "model", None))
+            if outermost:
+                self._trainer_constructed(made)
+        elif outermost:
             with contextlib.suppress(NotAModel):  # apply says why
-                self._seen.add(transformers_model(holder))
-            self._patch(holder)
+                self._seen.add(transformers_model(made))
+            self._patch(made)
 
     # --- trainers -----------------------------------------------------------------------------------------------------
 
-    def _trainer_constructed(self, trainer: Any, outermost: bool) -> None:
-        self._patch_inside(getattr(trainer, "model", None))
-        padded = _is_of_trl(trainer) or (self.options.max_tokens is not None and not self.options.collate)
-        if outermost and self.options.pack and padded and not hasattr(trainer, PACKS):
-            self._pack(trainer)
-        elif outermost and self.options.collate:
-            own_loader = flattening.replaced(trainer, ["get_train_dataloader"])
-            if own_loader:
-                self._tell_once(trainer, own_loader)
-        if outermost and self.options.max_tokens is not None:
-            self._cut(trainer, self.options.max_tokens)
-
-    def _patch_inside(self, model: Any) -> None:
-        with contextlib.suppress(NotAModel):
-            self.patch(transformers_model(model))
+    def _trainer_constructed(self, trainer: Any) -> None:
+        options, name = self.options, type(trainer).__name__
+        # The losses and metrics of TRL's trainers were compared (docs/stack/trl.md). They look at the rows of their
+        # batches, so a collator cannot pack these. Batches of other trainers stay padded unless an option says
+        # otherwise: code around the model may read what it computes of padding.
+        of_trl = any(cls.__module__.partition(".")[0] == "trl" for cls in type(trainer).__mro__)
+        padded = of_trl or (options.max_tokens is not None and not options.collate)
+        looked_at = [*vars(trainer).values()] if padded or options.max_tokens is not None else []
+        held = [model for value in looked_at for model in held_models(value)]
+        if options.pack and padded and not hasattr(trainer, PACKS):
+            for model in held:
+                self.patch(model)
+            found = pack_models(vars(trainer))
+            self._packing[trainer] = True
+            first: dict[int, str] = {}  # several attributes may hold one model, as model and model_wrapped do
+            for attribute, hooks in found.packed.items():
+                first.setdefault(id(hooks), attribute)
+            if first:
+                self._say_unless_quiet(
+                    f"{name} computes padded batches packed, and what their rows begin with in common once: "
+                    f"{', '.join(first.values())}. Losses and metrics stay those of padded batches; --no-pack leaves "
+                    "them padded."
+                )
+            reasons: dict[str, list[str]] = {}
+            for attribute, error in found.padded.items():
+                reasons.setdefault(error.message, []).append(attribute)
+            for reason, attributes in reasons.items():
+                say(f"{name} computes padded batches of {', '.join(attributes)} padded: {reason}")
+        elif options.collate and (own_loader := flattening.replaced(trainer, ["get_train_dataloader"])):
+            self._tell_once(trainer, own_loader)
+        if options.max_tokens is not None and not hasattr(trainer, "token_budget"):  # else packed_trainer made it
+            trainer.token_budget = TokenBudget(options.max_tokens)
+            trainer.token_budget.install(trainer)
+            for model in {*held}:
+                trainer.token_budget.give(model)
+            self._say_unless_quiet(
+                f"{name} computes each batch in passes of at most {options.max_tokens} tokens: the same mini-batches, "
+                "the same steps, the same losses."
+            )
 
     def _making_for_trainer(self, original: Function) -> Function:
         @functools.wraps(original)
         def call_model_init(trainer: Any, *args: Any, **kwargs: Any) -> Any:
             model = original(trainer, *args, **kwargs)
             if self.active:
-                self._patch_inside(model)
+                self.patch(model)
                 if trainer in self._packing and status(model) is not None:
                     pack_padded_batches(model, share_prompts=True)
                 if hasattr(trainer, "token_budget"):
@@ -268,39 +289,6 @@ class Patcher:
             return model
 
         return call_model_init
-
-    def _pack(self, trainer: Any) -> None:
-        for value in list(vars(trainer).values()):
-            for model in held_models(value):
-                self.patch(model)
-        found, name = pack_models(vars(trainer)), type(trainer).__name__
-        self._packing[trainer] = True
-        first: dict[int, str] = {}  # several attributes may hold one model, as model and model_wrapped do
-        for attribute, hooks in found.packed.items():
-            first.setdefault(id(hooks), attribute)
-        if first:
-            self._say_unless_quiet(
-                f"{name} computes padded batches packed, and what their rows begin with in common once: "
-                f"{', '.join(first.values())}. Losses and metrics stay those of padded batches; --no-pack leaves them "
-                "padded."
-            )
-        reasons: dict[str, list[str]] = {}
-        for attribute, error in found.padded.items():
-            reasons.setdefault(error.message, []).append(attribute)
-        for reason, attributes in reasons.items():
-            say(f"{name} computes padded batches of {', '.join(attributes)} padded: {reason}")
-
-    def _cut(self, trainer: Any, max_tokens: int) -> None:
-        if hasattr(trainer, "token_budget"):  # packed_trainer made it
-            return
-        trainer.token_budget = TokenBudget(max_tokens)
-        trainer.token_budget.install(trainer)
-        for model in {model for value in vars(trainer).values() for model in held_models(value)}:
-            trainer.token_budget.give(model)
-        self._say_unless_quiet(
-            f"{type(trainer).__name__} computes each batch in passes of at most {max_tokens} tokens: the same "
-            "mini-batches, the same steps, the same losses."
-        )
 
     def _loading(self, original: Function) -> Function:
         @functools.wraps(original)
@@ -335,21 +323,13 @@ class Patcher:
             )
 
 
-def _is_of_trl(trainer: Any) -> bool:
-    # The losses and metrics of TRL's trainers were compared (docs/stack/trl.md). They look at the rows of their
-    # batches, so a collator cannot pack these. Batches of other trainers stay padded unless an option says otherwise:
-    # code around the model may read what it computes of padding.
-    return any(cls.__module__.partition(".")[0] == "trl" for cls in type(trainer).__mro__)
-
-
 def reads_no_text(model: Any) -> str:
     # The reason is empty for an encoder-decoder too, which `apply` refuses with its own message.
     if getattr(model.config, "is_encoder_decoder", False):
         return ""
     seen = {getattr(layer.module, "is_causal", None) for layer in ModelLayers(model).attention}
-    embeds = isinstance(embedding_of(model), torch.nn.Embedding)
-    if seen == {False} and embeds and not inspecting.takes(model.forward, "pixel_values"):
-        return ""
     if False in seen:
-        return "its attention looks both ways, and not at text alone"
+        embeds = isinstance(embedding_of(model), torch.nn.Embedding)
+        of_text = seen == {False} and embeds and not inspecting.takes(model.forward, "pixel_values")
+        return "" if of_text else "its attention looks both ways, and not at text alone"
     return "" if seen == {True} or model.can_generate() else "it generates no text"

@@ -46,14 +46,14 @@ def command(arguments: Sequence[str]) -> list[str]:
     first = arguments[0]
     if first == "-m" and len(arguments) == 1:
         raise CannotRun("-m: expected the name of a module behind it, found nothing.")
-    if first not in ("-m", "-") and not os.path.exists(first):
-        beside = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
-        found = None if os.path.dirname(first) else shutil.which(first, path=beside)
-        if found is None:
-            raise CannotRun(_no_command(first))
-        _check_environment(found)
-        return [found, *arguments[1:]]
     if first not in ("-m", "-"):
+        if not os.path.exists(first):
+            beside = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
+            found = None if os.path.dirname(first) else shutil.which(first, path=beside)
+            if found is None:
+                raise CannotRun(_no_command(first))
+            _check_environment(found)
+            return [found, *arguments[1:]]
         _check_script(first)
     # this interpreter's options (-X, -W, -O, ...), as multiprocessing passes them on, and -u
     flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
@@ -77,12 +77,11 @@ def _check_script(path: str) -> None:
     if not os.path.isfile(path) or path.endswith((".py", ".pyw", ".pyc")) or zipfile.is_zipfile(path):
         return
     with open(path, "rb") as file:
-        begin = file.read(2)
-    if "." in os.path.basename(path) and begin != b"#!":
-        raise CannotRun(
-            f"{path}: expected a script, found a file that is neither called .py nor begins with #!. If a script or a "
-            f"command reads it, name that first: fa2patch run SCRIPT {path}."
-        )
+        if "." in os.path.basename(path) and file.read(2) != b"#!":
+            raise CannotRun(
+                f"{path}: expected a script, found a file that is neither called .py nor begins with #!. If a script "
+                f"or a command reads it, name that first: fa2patch run SCRIPT {path}."
+            )
 
 
 def _check_environment(script: str) -> None:
@@ -129,9 +128,9 @@ def start(arguments: Sequence[str], options: RunOptions) -> None:
 def say(what: str) -> None:
     # With several processes, only rank 0 prints.
     rank = os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))
-    bars: Any = getattr(sys.modules.get("tqdm.std"), "tqdm", None)
     if rank not in ("0", "") or sys.stderr is None:
         return
+    bars: Any = getattr(sys.modules.get("tqdm.std"), "tqdm", None)
     if bars is None:
         print(f"fa2patch: {what}", file=sys.stderr, flush=True)
     else:  # else the line goes on where a progress bar ends

@@ -46,8 +46,7 @@ class Ascend(Kernel):
             importlib.import_module("torch_npu")  # it adds torch.npu
         except Exception as error:  # a build for another torch, or without its drivers, fails in many ways
             return False, f"the package torch_npu does not import ({type(error).__name__}: {error})"
-        able = torch.npu.is_available()  # type: ignore[attr-defined]
-        return (True, "") if able else (False, "torch_npu finds no NPU")
+        return (True, "") if torch.npu.is_available() else (False, "torch_npu finds no NPU")  # type: ignore[attr-defined]
 
     @uncompiled
     def attend(
@@ -62,13 +61,11 @@ class Ascend(Kernel):
             more["sparse_mode"] = _FROM_THE_END
         if "sparse_mode" in more:
             more["atten_mask"] = _hidden(q.device)
-        outputs = []
         # In the layout TND, q, k and v are ``[tokens, heads, head dim]``, and the ends are ints of the host.
-        for at, seen, ends, key_ends in _calls(boundaries, q.shape[0]):
-            found = operator(
-                q[at], k[seen], v[seen], q.shape[1], "TND", actual_seq_qlen=ends, actual_seq_kvlen=key_ends, **more
-            )
-            outputs.append(found[0])
+        outputs = []
+        for at, seen, ends, of_keys in _calls(boundaries, q.shape[0]):
+            more.update(actual_seq_qlen=ends, actual_seq_kvlen=of_keys)
+            outputs.append(operator(q[at], k[seen], v[seen], q.shape[1], "TND", **more)[0])
         return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
 
@@ -83,8 +80,7 @@ def _calls(boundaries: Boundaries, tokens: int) -> Iterator[tuple[slice, slice, 
     # Upstream's own call copies the ends to the host twice in each layer. Here they are read once a batch, and not at
     # all with the collator's lengths.
     if Ascend not in boundaries.made:
-        keys = boundaries.keys(tokens).cu_seqlens
-        lengths = boundaries.lengths
+        keys, lengths = boundaries.keys(tokens).cu_seqlens, boundaries.lengths
         same = keys is boundaries.cu_seqlens
         boundaries.made[Ascend] = lengths, lengths if same else tuple(read(keys.diff()).tolist())
     lengths, of_keys = boundaries.made[Ascend]

@@ -20,7 +20,6 @@ from .cascade import Cascade, levels_of
 from .protocol import HALF, IN_32_BITS, Kernel, Options
 
 _FLASH, _FLASH_BACKWARD = "_flash_attention_forward", "_flash_attention_backward"
-_EFFICIENT = "_efficient_attention_forward"
 _CPU_FLASH = "_scaled_dot_product_flash_attention_for_cpu"
 _WINDOW = "window_size_left"
 
@@ -66,10 +65,9 @@ class TorchVarlen(Kernel):
         if options.sinks is None and (gathers or not tree):
             return flash.call(q, k, v, own, options.causal)[0]
         levels = levels_of(boundaries) if tree and not gathers else [own]
-        attended: torch.Tensor = Cascade.apply(  # type: ignore[no-untyped-call]
+        return Cascade.apply(  # type: ignore[no-untyped-call,no-any-return]
             q, k, v, options.sinks, options.causal, levels, flash
         )
-        return attended
 
 
 @lru_cache(maxsize=1)
@@ -165,8 +163,7 @@ class Efficient(Kernel):
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, boundaries: Boundaries, options: Options, scale: float
     ) -> torch.Tensor:
-        groups = q.shape[1] // k.shape[1]
-        if groups > 1:
+        if (groups := q.shape[1] // k.shape[1]) > 1:
             k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         cu, longest, keys = boundaries.cu_seqlens, boundaries.max_seqlen, boundaries.keys(q.shape[0])
@@ -181,7 +178,7 @@ class Efficient(Kernel):
 
 @lru_cache(maxsize=1)
 def _efficient_runs() -> tuple[bool, str]:
-    if not {"cu_seqlens_q", "max_seqlen_k"} <= _arguments(_EFFICIENT):
+    if not {"cu_seqlens_q", "max_seqlen_k"} <= _arguments("_efficient_attention_forward"):
         return False, f"torch {torch.__version__} has no _efficient_attention_forward with both longest lengths"
     return (True, "") if torch.cuda.is_available() else (False, "torch finds no CUDA device")
 

@@ -51,7 +51,7 @@ TABLE = (
 # By the name of a kernel: its module, its class, and whether such a device may be here.
 ELSEWHERE: dict[str, tuple[str, str, Callable[[], bool]]] = {
     "ascend": ("ascend", "Ascend", lambda: hasattr(torch, "npu")),
-    "aiter": ("rocm", "Aiter", lambda: torch.version.hip is not None),
+    "aiter": ("varlen", "Aiter", lambda: torch.version.hip is not None),
 }
 
 

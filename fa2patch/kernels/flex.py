@@ -105,30 +105,21 @@ def compute(
     if options.sinks is None:
         output = flex(q, k, v, **asked)
     else:
-        output, lse = _with_lse(flex, q, k, v, **asked)
+        # torch 2.9 has replaced the argument that asks for the log-sum-exp
+        request = getattr(importlib.import_module("torch.nn.attention.flex_attention"), "AuxRequest", None)
+        asked |= {"return_lse": True} if request is None else {"return_aux": request(lse=True)}
+        output, found = flex(q, k, v, **asked)
+        lse = found if request is None else found.lse
         output = (output * torch.sigmoid(lse - options.sinks.to(lse.dtype)[:, None])[..., None]).to(output.dtype)
     attended: torch.Tensor = output.squeeze(0).transpose(0, 1)  # the derivative of [0] would write zeros, then a copy
     return attended.contiguous()
 
 
-def _with_lse(flex: Callable[..., Any], *states: torch.Tensor, **asked: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    # torch 2.9 has replaced the argument that asks for the log-sum-exp.
-    request = getattr(importlib.import_module("torch.nn.attention.flex_attention"), "AuxRequest", None)
-    if request is None:
-        output, lse = flex(*states, **asked, return_lse=True)
-    else:
-        output, more = flex(*states, **asked, return_aux=request(lse=True))
-        lse = more.lse
-    return output, lse
-
-
 def _visible(boundaries: Boundaries, tokens: int, causal: bool, window: int | None) -> Callable[..., torch.Tensor]:
-    cu = boundaries.cu_seqlens
-    index = torch.arange(tokens, device=cu.device, dtype=cu.dtype)
+    cu, tree, until = boundaries.cu_seqlens, boundaries.tree, boundaries.until
     document = document_of(cu, tokens)
-    position = index if boundaries.tree is None else boundaries.tree.positions
-    continues = None if boundaries.tree is None else boundaries.tree.continues
-    until = boundaries.until
+    position = torch.arange(tokens, device=cu.device, dtype=cu.dtype) if tree is None else tree.positions
+    continues = None if tree is None else tree.continues
 
     def visible(batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         seen = document[query] == document[key] if continues is None else continues[document[query], document[key]]

@@ -102,8 +102,7 @@ class Batches:
             whole = torch.cat(flat, 1).squeeze(0)  # the backward of an index would copy
         if self.places is None:
             return whole
-        taken: torch.Tensor = _Taken.apply(whole, self.places)  # type: ignore[no-untyped-call]
-        return taken
+        return _Taken.apply(whole, self.places)  # type: ignore[no-untyped-call,no-any-return]
 
 
 def _put(states: torch.Tensor, places: torch.Tensor, size: int) -> torch.Tensor:
@@ -121,8 +120,8 @@ class _Taken(torch.autograd.Function):
         return states.index_select(0, places)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _put(grads[0], ctx.places, ctx.length), None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _put(grad, ctx.places, ctx.length), None
 
 
 def shared_calls(boundaries: Boundaries, width: int, causal: bool) -> tuple[Batches, Sequence[torch.Tensor | None]]:
@@ -153,8 +152,7 @@ def _saves(shared: list[list[int]], lengths: Sequence[int], width: int, causal: 
         padded += lengths[batch[0]] > lengths[batch[-1]]
     if not padded and order == [*range(len(lengths))]:
         return True  # none is moved
-    masks = 0 if causal else padded
-    return (len(lengths) - len(shared) - masks - 2) * MOVED >= width * sum(lengths)
+    return (len(lengths) - len(shared) - (0 if causal else padded) - 2) * MOVED >= width * sum(lengths)
 
 
 def _last_keys(calls: Batches, boundaries: Boundaries, causal: bool) -> list[torch.Tensor | None]:

@@ -17,18 +17,7 @@ from ..documents.boundaries import Boundaries
 from ..errors import BadArgument, KernelUnavailable, KernelWrong, PackingNotIsolated, UnknownKernel
 from .aten import Efficient, TorchVarlen
 from .flex import Flex
-from .protocol import (
-    FEATURES,
-    HALF,
-    Asked,
-    Kernel,
-    Options,
-    asked_as,
-    asked_by,
-    capability,
-    described_call,
-    scaled,
-)
+from .protocol import FEATURES, HALF, Asked, Kernel, Options, asked_as, asked_by, capability, described_call, scaled
 from .reference import Reference
 from .trial import passes_trial
 from .varlen import FlashAttn, FlashAttn3, FlashAttn4, Hub
@@ -358,11 +347,7 @@ class Picks:
         self._took(module, Mixed(portions, "; ".join(passed)))
 
     def tried(
-        self,
-        module: torch.nn.Module,
-        kind: Hashable,
-        sizes: tuple[int, ...],
-        trial: Callable[[], tuple[bool, str]],
+        self, module: torch.nn.Module, kind: Hashable, sizes: tuple[int, ...], trial: Callable[[], tuple[bool, str]]
     ) -> Tried:
         """Whether a mixer keeps documents apart in calls of this kind and of these sizes, and the reason if not.
 
@@ -413,7 +398,11 @@ class Picks:
     def _warn_if_slow(self, made: Pick, asked: Asked) -> None:
         if self.name != "auto" or asked.device in ("cpu", "meta"):
             return
-        in_half = _faster_in_half(made.kernel, asked)
+        in_half: list[str] = []  # the kernels that would be faster then
+        if asked.dtype not in HALF:
+            before = itertools.takewhile(lambda other: other is not made.kernel, order())
+            then = asked._replace(dtype=torch.bfloat16)
+            in_half = [other.name for other in before if other.available()[0] and other.supports(then)[0]]
         if isinstance(made.kernel, Reference) or (isinstance(made.kernel, Flex) and in_half):
             advice = (
                 f" Load the model in bfloat16, or use torch.autocast, for {' or '.join(in_half)}." if in_half else ""
@@ -423,11 +412,3 @@ class Picks:
                 f"({made.why}).{advice} See fa2patch.status(model).layers.",
                 stacklevel=3,
             )
-
-
-def _faster_in_half(kernel: Kernel, asked: Asked) -> list[str]:
-    if asked.dtype in HALF:
-        return []
-    before = itertools.takewhile(lambda other: other is not kernel, order())
-    in_half = asked._replace(dtype=torch.bfloat16)
-    return [other.name for other in before if other.available()[0] and other.supports(in_half)[0]]

@@ -362,7 +362,7 @@ def capability() -> tuple[int, int] | None:
 
 @dataclass(eq=False)
 class _SpanBoundaries(Boundaries):
-    # The boundaries of the second call: of each span's queries, and of its keys, which have been gathered.
+    """The boundaries of the second call: of each span's queries, and of its keys, which have been gathered."""
 
     of_keys: Keys | None = None
 

@@ -6,8 +6,6 @@ the longest, and a matrix with more rows is multiplied in another order. Other t
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -68,10 +66,9 @@ def over_documents(
     if tree is not None and CpuFlash.takes(q, k, v, options):
         assert options.scale is not None
         flash = CpuFlash(tree.lengths, options.scale)
-        output: torch.Tensor = Cascade.apply(  # type: ignore[no-untyped-call]
+        return Cascade.apply(  # type: ignore[no-untyped-call,no-any-return]
             q, k, v, options.sinks, True, levels_of(boundaries), flash
         )
-        return output
     sinks, slopes = options.sinks, options.alibi_slopes
     if sinks is not None or slopes is not None:
         exact = torch.promote_types(q.dtype, torch.float32)  # in it, their gradients are added up over the calls
@@ -99,8 +96,7 @@ def attend(call: Call, options: Options) -> torch.Tensor:
     special = windowed or options.dropout  # the operator's backward repeats the dropout; sdpa's backends draw others
     plain = not special and options.softcap is None and options.sinks is None and options.alibi_slopes is None
     if plain and length == 1:
-        output: torch.Tensor = _OfOneKey.apply(query, key, value)  # type: ignore[no-untyped-call]
-        return output
+        return _OfOneKey.apply(query, key, value)  # type: ignore[no-untyped-call,no-any-return]
     asked: dict[str, Any] = {}
     if groups > 1 and plain and _SHARES_KEYS:
         asked["enable_gqa"] = True
@@ -129,8 +125,7 @@ class _OfOneKey(torch.autograd.Function):
         return value.repeat_interleave(ctx.groups, 1)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        (grad,) = grads
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
         own = grad.view(*grad.shape[:1], -1, ctx.groups, *grad.shape[2:]).sum(2) if ctx.groups > 1 else grad
         nothing = grad.new_zeros(())
         return nothing.expand(ctx.shapes[0]), nothing.expand(ctx.shapes[1]), own
@@ -192,14 +187,6 @@ def _computed(
     return output.contiguous()  # as _fake says: a graph reshapes it without a copy
 
 
-@contextlib.contextmanager
-def _recorded() -> Iterator[None]:
-    # Inside an operator, torch excludes autograd. This lets it record there.
-    guard, key = torch._C._SetExcludeDispatchKeyGuard, torch._C.DispatchKey
-    with guard(key.AutogradFunctionality, False), guard(key.ADInplaceOrView, False), torch.enable_grad():
-        yield
-
-
 def _fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *unused: Any) -> torch.Tensor:
     return q.new_empty(q.shape[0], q.shape[1], v.shape[2])
 
@@ -209,14 +196,15 @@ def _backward(grad: torch.Tensor, *inputs: Any) -> list[torch.Tensor]:
     given = list(inputs)
     for at in _DIFFERENTIABLE:
         given[at] = None if inputs[at] is None else inputs[at].detach().requires_grad_()
-    with _recorded():
+    # Inside an operator, torch excludes autograd. This lets it record there.
+    guard, key = torch._C._SetExcludeDispatchKeyGuard, torch._C.DispatchKey
+    with guard(key.AutogradFunctionality, False), guard(key.ADInplaceOrView, False), torch.enable_grad():
         output, wanted = _computed(*given), [given[at] for at in _DIFFERENTIABLE if given[at] is not None]
     return [found.contiguous() for found in torch.autograd.grad(output, wanted, grad)]
 
 
 def _backward_fake(grad: torch.Tensor, *inputs: Any) -> list[torch.Tensor]:
-    wanted = (inputs[at] for at in _DIFFERENTIABLE)
-    return [x.new_empty(x.shape) for x in wanted if x is not None]
+    return [inputs[at].new_empty(inputs[at].shape) for at in _DIFFERENTIABLE if inputs[at] is not None]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:

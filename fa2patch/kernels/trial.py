@@ -115,8 +115,7 @@ def _sizes(truth: list[torch.Tensor], row: Row, options: Options, rounded: float
     document, token = document_of(cu, tokens), torch.arange(tokens, device=cu.device)
     near = (document[:, None] == document) & ((token[:, None] - token).abs() <= NEAR)
     mean = (near / near.sum(1, keepdim=True)).to(truth[0].dtype)
-    least = 1e-30
-    squares = [mean @ x.detach().square().sum(-1) + least for x in truth[:4]]
+    squares = [mean @ x.detach().square().sum(-1) + 1e-30 for x in truth[:4]]
     if len(truth) > 1:
         # Where one key has nearly all the weight, gradients of q and k are small and their rounding is not.
         for at, rounding in enumerate(_of_rounding(truth[0], row, options), 1):

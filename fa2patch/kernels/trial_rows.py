@@ -61,7 +61,11 @@ def trial_row(asked: Asked, drawn: torch.Generator, device: torch.device) -> Row
     k[equal] = k[equal][:1].clone()
     ends = torch.tensor([0, *LENGTHS]).cumsum(0).to(device, torch.int32)
     parents = torch.tensor(PARENTS).to(ends) if "trees" in asked.features else None
-    until = _until().to(ends) if "spans" in asked.features else None
+    until = None
+    if "spans" in asked.features:
+        until = torch.arange(tokens).to(ends)
+        for start, stop in SPANS:
+            until[start:stop] = stop - 1
     documents = Boundaries(ends, max(LENGTHS), None, LENGTHS, parents, until=until)
     if asked.dtype == torch.float32:  # as TF32 has them, so that its products are exact
         q, k, v, direction = (x.half() for x in (q, k, v, direction))
@@ -115,10 +119,3 @@ def _parts(*states: torch.Tensor) -> tuple[torch.Tensor, ...]:
     width = [x[0].numel() for x in states]
     whole = torch.cat([*(x.flatten(1) for x in states), states[0].flatten(1)], 1)
     return tuple(part.view(x.shape) for part, x in zip(torch.split(whole, [*width, width[0]], 1), states))
-
-
-def _until() -> torch.Tensor:
-    until = torch.arange(sum(LENGTHS))
-    for start, stop in SPANS:
-        until[start:stop] = stop - 1
-    return until

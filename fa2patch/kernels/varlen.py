@@ -1,4 +1,4 @@
-"""``flash_attn_varlen_func``, the entry point of FlashAttention 2, 3, 4 and of the hub's builds of them.
+"""``flash_attn_varlen_func``, the entry point of FlashAttention 2, 3, 4, of AMD's aiter, and of the hub's builds.
 
 Its signature shows which features a build has. Meanings of the arguments: flash_attn/flash_attn_interface.py (2.8),
 hopper/flash_attn_interface.py (3), flash_attn/cute/interface.py (4).
@@ -69,8 +69,9 @@ class VarlenFunc(Kernel):
             missing = error.name if isinstance(error, ModuleNotFoundError) else None
             if missing is not None and f"{self.source}.".startswith(f"{missing}."):
                 return EntryPoint(None, reason=f"the package {self.source} is not installed")
-            reason = f"the package {self.source} does not import ({type(error).__name__}: {error})"
-            return EntryPoint(None, reason=reason)
+            return EntryPoint(
+                None, reason=f"the package {self.source} does not import ({type(error).__name__}: {error})"
+            )
 
     def found(self) -> EntryPoint:
         # Exceptions are not kept, so the next call tries again.
@@ -124,6 +125,22 @@ class FlashAttn(VarlenFunc):
     source = "flash_attn"
     CAPABILITY = (8, float("inf"))
     FEATURES = frozenset({"window", "softcap", "alibi", "dropout", "deterministic", "trees", "spans"})
+
+
+class Aiter(VarlenFunc):
+    # AMD's own attention. Nobody has run fa2patch on ROCm: the trial decides. There, torch's operators (kernels of CK
+    # or AOTriton) and builds of flash-attn for ROCm come under the names ``torch_varlen``, ``efficient`` and
+    # ``flash_attn``. The signature is that of FlashAttention 2, but for ``logits_soft_cap`` (aiter/ops/mha.py, August
+    # 2026). Attention sinks are left out: there they are a pointer, and a third number of the window.
+
+    name = "aiter"
+    what = "AMD's aiter"
+    needs = "torch for ROCm, and aiter"
+    source = "aiter"
+    FEATURES = frozenset({"window", "softcap", "alibi", "dropout", "deterministic", "trees", "spans"})
+
+    def available(self) -> tuple[bool, str]:
+        return super().available() if torch.version.hip is not None else (False, "this torch is not built for ROCm")
 
 
 class FlashAttn3(VarlenFunc):
@@ -191,9 +208,15 @@ class Hub(VarlenFunc):
         except Exception as error:  # no network, no such repository, no build for this torch, a broken one
             if is_no_verdict(error):
                 raise
+            reason = f"{self.source} does not load ({type(error).__name__}: {error})"
             if type(error) is FileNotFoundError:  # kernels/utils.py; errors of the network are subclasses
-                return EntryPoint(None, reason=_no_build(self.source, error))
-            return EntryPoint(None, reason=f"{self.source} does not load ({type(error).__name__}: {error})")
+                reason = (
+                    f"{self.source} has no build for torch {torch.__version__} on this machine "
+                    f"({str(error).splitlines()[0]}). Name a revision that has one, as in "
+                    f"kernel='hub:{self.source.partition('@')[0]}@revision'; builds for torch's stable ABI fit several "
+                    "versions"
+                )
+            return EntryPoint(None, reason=reason)
 
     def find(self) -> EntryPoint:
         if importlib.util.find_spec("kernels") is None:
@@ -201,20 +224,25 @@ class Hub(VarlenFunc):
         # Only what begins like a path is one: a folder ``org/name`` in the working directory must not take the place of
         # the repository.
         if Path(self.source).is_absolute() or self.source.startswith("./"):
-            return _for_this_card(_in_folder(Path(self.source)))
+            folder, load = Path(self.source), importlib.import_module("kernels").get_local_kernel
+            # Code that the folder wants from the hub is not declared as trusted.
+            if "package_name" in inspect.signature(load).parameters:  # by the version of kernels
+                return _for_this_card(load(folder, package_name=folder.name.replace("-", "_")))
+            return _for_this_card(load(folder))
         if not _REPOSITORY.fullmatch(self.source):
             expected = "expected org/name, org/name@revision, or a folder that begins with / or ./"
             return EntryPoint(None, reason=f"{expected}, found {self.source!r}")
-        return _for_this_card(_downloaded(self.source))
-
-
-def _no_build(source: str, error: FileNotFoundError) -> str:
-    repository = source.partition("@")[0]
-    return (
-        f"{source} has no build for torch {torch.__version__} on this machine ({str(error).splitlines()[0]}). Name a "
-        f"revision that has one, as in kernel='hub:{repository}@revision'; builds for torch's stable ABI fit several "
-        "versions"
-    )
+        repository, _, revision = self.source.partition("@")
+        loaded = importlib.import_module("kernels").get_kernel(repository, revision=revision or "main")
+        if not revision:
+            warnings.warn(
+                f"kernel='hub:{repository}' names no revision: what its branch main holds today was loaded. It may be "
+                "another build tomorrow, and nobody has tried it with fa2patch. Expected a revision: "
+                f"kernel='hub:{repository}@revision', with a commit of the repository.",
+                NothingProven,
+                stacklevel=1,
+            )
+        return _for_this_card(loaded)
 
 
 def _for_this_card(module: Any) -> EntryPoint:
@@ -251,25 +279,3 @@ def _runs_on(code: str, here: tuple[int, int]) -> bool:
     if said[3] == "a":
         return wanted == here
     return wanted <= here and (wanted[0] == here[0] or said[4] is not None)
-
-
-def _in_folder(folder: Path) -> object:
-    # Code that the folder wants from the hub is not declared as trusted.
-    load = importlib.import_module("kernels").get_local_kernel
-    if "package_name" in inspect.signature(load).parameters:  # by the version of kernels
-        return load(folder, package_name=folder.name.replace("-", "_"))
-    return load(folder)
-
-
-def _downloaded(source: str) -> object:
-    repository, _, revision = source.partition("@")
-    loaded = importlib.import_module("kernels").get_kernel(repository, revision=revision or "main")
-    if not revision:
-        warnings.warn(
-            f"kernel='hub:{repository}' names no revision: what its branch main holds today was loaded. It may be "
-            "another build tomorrow, and nobody has tried it with fa2patch. Expected a revision: "
-            f"kernel='hub:{repository}@revision', with a commit of the repository.",
-            NothingProven,
-            stacklevel=2,
-        )
-    return loaded

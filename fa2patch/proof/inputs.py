@@ -87,52 +87,43 @@ def checked(batch: Any, device: torch.device) -> Call:
     integers = (torch.int64, torch.int32)
     if not isinstance(ids, torch.Tensor) or ids.dtype not in integers or ids.dim() != 2 or not len(ids):
         raise BadBatch(f"batch['input_ids']: expected integers [batch, length], found {described(ids)}.")
-    _check_parents(given)
-    parts = batch.parts if isinstance(batch, MediaRow) else {}
-    for name, value in given.items():
-        _check_value(name, value, ids, parts)
-        given[name] = value.to(device) if isinstance(value, torch.Tensor) else value
-    return MediaRow(given, parts) if parts else given
-
-
-def _check_value(name: Any, value: Any, ids: torch.Tensor, parts: dict[str, Any]) -> None:
-    if not isinstance(name, str):
-        raise BadBatch(f"batch: expected the names of a forward's arguments as keys, found {name!r}.")
-    if name in LABELS and value is not None and (not isinstance(value, torch.Tensor) or value.shape != ids.shape):
-        found = f"{list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
-        raise BadBatch(f"batch[{name!r}]: expected a tensor {list(ids.shape)}, found {found}.")
-    if not isinstance(value, torch.Tensor):
-        return
-    if value.device.type == "meta" or value.layout != torch.strided:
-        raise BadBatch(
-            f"batch[{name!r}]: expected a dense tensor with values, found one of layout {value.layout} on "
-            f"{value.device.type}."
-        )
-    if name not in (*PER_TOKEN, *LENGTHS, *parts):
-        what = "It knows which pictures and sound are whose, and a copy of it as a plain dict does not."
-        raise BadBatch(
-            f"batch[{name!r}]: a document's part of it is not known. Verify token batches: {', '.join(PER_TOKEN)} "
-            "and the collator's lengths; or pass the very object that fa2patch.DataCollatorForMultimodalFlattening "
-            f"returned. {what if name in MEDIA else ''}".rstrip()
-        )
-    if name in PER_TOKEN and (not value.dim() or value.shape[-1] != ids.shape[1]):
-        raise BadBatch(f"batch[{name!r}]: expected one for each of {ids.shape[1]} tokens, found {list(value.shape)}.")
-
-
-def _check_parents(batch: Call) -> None:
-    parents = batch.get(PARENTS)
-    if parents is None:
-        return
-    if not is_integers(parents):
+    parents, parts = given.get(PARENTS), batch.parts if isinstance(batch, MediaRow) else {}
+    if parents is not None and not is_integers(parents):
         raise BadBatch(
             f"batch[{PARENTS!r}]: expected an integer tensor [segments], the number of each segment's parent or -1; "
             f"found {described(parents)}."
         )
-    if batch.get("cu_seq_lens_q") is None:
+    if parents is not None and given.get("cu_seq_lens_q") is None:
         raise BadBatch(
             f"batch[{PARENTS!r}]: expected cu_seq_lens_q beside it, which says where segments start; found "
-            f"{', '.join(sorted(map(str, batch)))}. Pass what fa2patch.packing.share returns."
+            f"{', '.join(sorted(map(str, given)))}. Pass what fa2patch.packing.share returns."
         )
+    for name, value in given.items():
+        if not isinstance(name, str):
+            raise BadBatch(f"batch: expected the names of a forward's arguments as keys, found {name!r}.")
+        if name in LABELS and value is not None and (not isinstance(value, torch.Tensor) or value.shape != ids.shape):
+            found = f"{list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+            raise BadBatch(f"batch[{name!r}]: expected a tensor {list(ids.shape)}, found {found}.")
+        if not isinstance(value, torch.Tensor):
+            continue
+        if value.device.type == "meta" or value.layout != torch.strided:
+            raise BadBatch(
+                f"batch[{name!r}]: expected a dense tensor with values, found one of layout {value.layout} on "
+                f"{value.device.type}."
+            )
+        if name not in (*PER_TOKEN, *LENGTHS, *parts):
+            what = "It knows which pictures and sound are whose, and a copy of it as a plain dict does not."
+            raise BadBatch(
+                f"batch[{name!r}]: a document's part of it is not known. Verify token batches: {', '.join(PER_TOKEN)} "
+                "and the collator's lengths; or pass the very object that fa2patch.DataCollatorForMultimodalFlattening "
+                f"returned. {what if name in MEDIA else ''}".rstrip()
+            )
+        if name in PER_TOKEN and (not value.dim() or value.shape[-1] != ids.shape[1]):
+            raise BadBatch(
+                f"batch[{name!r}]: expected one for each of {ids.shape[1]} tokens, found {list(value.shape)}."
+            )
+        given[name] = value.to(device)
+    return MediaRow(given, parts) if parts else given
 
 
 def slices_of(batch: Call) -> list[RowSlice]:
@@ -152,6 +143,11 @@ def slices_of(batch: Call) -> list[RowSlice]:
             "fa2patch.DataCollatorWithFlattening."
         )
     return slices_between(found, shape[1], mask)
+
+
+def tree_of(slices: Sequence[RowSlice]) -> Tree:
+    # A document is a root without children.
+    return Tree([place.length for place in slices], [place.parent for place in slices], torch.device("cpu"))
 
 
 def slices_between(boundaries: Boundaries, length: int, mask: torch.Tensor | None) -> list[RowSlice]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, defaultdict
 from typing import Any, Callable, NamedTuple
 
 import torch
@@ -28,20 +27,17 @@ class Watched(NamedTuple):
     split: WholeRows | None = None  # if rows are split over processes, modules see this process's part
 
     def prints(self, values: Any) -> list[torch.Tensor]:
-        # Fingerprints of the watched tokens, with each vector's norm at the end.
-        return [
-            torch.cat([projected(own), own.norm(dim=1, keepdim=True)], dim=1).cpu() for own in self._of_tokens(values)
-        ]
-
-    def _of_tokens(self, values: Any) -> Iterator[torch.Tensor]:
-        # float64 ``[tokens, features]``, of the tensors with values per token
+        # Fingerprints of the watched tokens, with each vector's norm at the end, of the tensors with values per token.
+        found = []
         for value in tensors(values):
             # a DTensor inside a tensor-parallel layer: this process has a part of it
             rows = self._rows((value.to_local() if hasattr(value, "to_local") else value).detach())
             if rows is not None:
                 rows = rows if self.split is None else self.split.gathered(rows, 0)
                 own = rows[self.place.start : self.place.stop]
-                yield own.reshape(len(own), -1).to(torch.float64)
+                own = own.reshape(len(own), -1).to(torch.float64)
+                found.append(torch.cat([projected(own), own.norm(dim=1, keepdim=True)], dim=1).cpu())
+        return found
 
     def _rows(self, values: torch.Tensor) -> torch.Tensor | None:
         # The watched row, ``[length, ...]``; None if the tensor has no values per token.
@@ -98,22 +94,25 @@ def _calls(inner: Model, watched: Watched) -> list[_ModuleCall]:
     return ended
 
 
-def first_difference(inner: Model, one: Watched, other: Watched, bound: float) -> str | None:
+def first_difference(
+    inner: Model, one: Watched, other: Watched, bound: float, patched: bool, tree: bool
+) -> tuple[str, str, str] | None:
+    # The module's name, its class, and what it means, likely.
     # A module that is called more often in one run is passed over: inside a mixer it gets one document at a time.
     # ``bound`` is relative to a vector's norm. If every module that differs also has a different input, it is the first
     # one that differs.
-    runs = [_calls(inner, watched) for watched in (one, other)]
-    times = [Counter(call.name for call in calls) for calls in runs]
-    paired: dict[tuple[str, int], list[_ModuleCall]] = {}
-    for calls in runs:
-        seen: Counter[str] = Counter()
-        for call in calls:
-            seen[call.name] += 1
-            paired.setdefault((call.name, seen[call.name]), []).append(call)
-    pairs = [pair for (name, _), pair in paired.items() if times[0][name] == times[1][name]]
+    calls, others = (_calls(inner, watched) for watched in (one, other))
+    times = [Counter(call.name for call in run) for run in (calls, others)]
+    of_other: dict[str, list[_ModuleCall]] = defaultdict(list)
+    for call in reversed(others):
+        of_other[call.name].append(call)
+    pairs = [(call, of_other[call.name].pop()) for call in calls if times[0][call.name] == times[1][call.name]]
     changed = [pair for pair in pairs if _differ(pair[0].out, pair[1].out, bound)]
+    if not changed:
+        return None
     own = (mine.name for mine, theirs in changed if not _differ(mine.into, theirs.into, bound))
-    return next(own, changed[0][0].name if changed else None)
+    name = next(own, changed[0][0].name)
+    return name, type(inner.get_submodule(name)).__name__, _likely_reason(inner, name, patched, tree)
 
 
 def _differ(ones: list[torch.Tensor], others: list[torch.Tensor], bound: float) -> bool:
@@ -123,7 +122,7 @@ def _differ(ones: list[torch.Tensor], others: list[torch.Tensor], bound: float) 
     )
 
 
-def likely_reason(inner: Model, name: str, patched: bool, tree: bool = False) -> str:
+def _likely_reason(inner: Model, name: str, patched: bool, tree: bool) -> str:
     module: Any = inner.get_submodule(name)
     layers = ModelLayers(inner)
     cls, own = type(module).__name__, "path" if tree else "document"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -126,7 +127,11 @@ class _Given:
             return True
         held, missing = vars(self.module), object()
         names = {name for name in {*held, *self.attributes} if held.get(name, missing) is not self.attributes.get(name)}
-        return bool(names) and any(names & inspecting.words_within(each) for each in _functions(type(self.module)))
+        if not names:
+            return False
+        bases = takewhile(lambda base: base is not torch.nn.Module, type(self.module).__mro__)
+        functions = (value for base in bases for value in vars(base).values() if callable(value))
+        return any(names & inspecting.words_within(each) for each in functions)
 
     def watch_tensors(self, by: WatchedHook) -> None:
         with unobserved():
@@ -153,13 +158,6 @@ def _sums(values: torch.Tensor) -> Any:
 
 def _hooks_of(tensor: torch.Tensor) -> Any:
     return tensor._backward_hooks or {}
-
-
-def _functions(cls: type) -> Iterator[Any]:
-    for base in cls.__mro__:
-        if base is torch.nn.Module:
-            return
-        yield from (value for value in vars(base).values() if callable(value))
 
 
 def _tables(model: Model) -> Iterator[Any]:
@@ -196,8 +194,6 @@ def release(model: Model, everywhere: bool) -> None:
 
 def has_only_looked(hook: Any) -> bool:
     # A hook that is not watched yet will be, before it is called.
-    return (
-        not hook.changes
-        if isinstance(hook, WatchedHook)
-        else not (isinstance(hook, ByDocument) or inspecting.draws(hook))
+    return not (
+        hook.changes if isinstance(hook, WatchedHook) else isinstance(hook, ByDocument) or inspecting.draws(hook)
     )

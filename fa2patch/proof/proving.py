@@ -29,7 +29,7 @@ from ..upstream.find_models import is_sharded, models
 from ..upstream.packed_mask import PackedMask
 from ..upstream.step import MARK, ROLE, Patched
 from . import locate, looking
-from .inputs import RowSlice, example, exchanges, on_its_own, slices_between
+from .inputs import RowSlice, example, exchanges, on_its_own, slices_between, tree_of
 from .replica import open_gates, replica
 from .runs import Embeddings, Rounded, left_as_it_was, picks, rounding, roundings
 from .state import State
@@ -100,7 +100,12 @@ class _Runs:
         self.is_tree = mask.boundaries.tree is not None
         self.tree = mask.boundaries.tree or Tree(mask.boundaries.lengths, [-1] * len(mask.boundaries), mask.device)
         self.real = torch.tensor(True) if mask.real is None else mask.real.to(self.device) != 0
-        self.pooled = _pooled_segments(self.tree, mask)
+        # The numbers of the segments in which the documents end that a head pools: those with real tokens.
+        self.pooled = torch.tensor(self.tree.leaves, dtype=torch.int64)
+        if mask.real is not None:
+            lengths = torch.tensor(self.tree.lengths)
+            starts = (lengths.cumsum(0) - lengths)[self.pooled]
+            self.pooled = self.pooled[mask.real.flatten().cpu()[starts] != 0]
         self.pools = vars(original)[ROLE].pools
         self.dtype = computed_in(next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0)))
 
@@ -135,8 +140,16 @@ class _Runs:
 
     def require_as_alone(self) -> None:
         # Other documents' tokens show nothing of code that reads the length of the row: a mean, or noise that is scaled
-        # by it (NEFTune).
-        far = self.from_alone()
+        # by it (NEFTune). Nothing is known of pictures, whose parts are not known, and if something draws random
+        # numbers that cannot be made constant, as a kernel with dropout does.
+        paths = [] if passed(self.call, MEDIA) else self._telling_paths()
+        if not paths:
+            return
+        here, again = (self.outputs(None, seed, constant_draws=True) for seed in (0, 1))
+        if distance(again, here) > 0:
+            return
+        rows = here, self.outputs(None, constant_draws=True, rounded=True)
+        far = max(self._from_alone(path, rows) for path in paths)
         if far > 0:
             raise PackingNotIsolated(
                 f"{self.suspect()}, and a document of this packed batch has other outputs than in a row of its own, by "
@@ -144,21 +157,9 @@ class _Runs:
                 "as noise does that is scaled by it. Nothing was computed. Take it out, or train this model padded."
             )
 
-    def from_alone(self) -> float:
-        # Relative to the largest output; 0 if unknown. It is unknown for pictures, whose parts are not known, and if
-        # something draws random numbers that cannot be made constant, as a kernel with dropout does.
-        paths = [] if passed(self.call, MEDIA) else self._telling_paths()
-        if not paths:
-            return 0.0
-        here, again = (self.outputs(None, seed, constant_draws=True) for seed in (0, 1))
-        if distance(again, here) > 0:
-            return 0.0
-        rows = here, self.outputs(None, constant_draws=True, rounded=True)
-        return max(self._from_alone(path, rows) for path in paths)
-
     def _from_alone(self, path: list[RowSlice], rows: tuple[list[torch.Tensor], list[torch.Tensor]]) -> float:
-        # It is 0 if rounding moves the row as far, because kernels round by the length of a row. ``rows`` are the
-        # outputs of the batch, and those with other rounding.
+        # Relative to the largest output. It is 0 if unknown, or if rounding moves the row as far, because kernels round
+        # by the length of a row. ``rows`` are the outputs of the batch, and those with other rounding.
         call, labels = dict(self.call), self.call.get("labels")
         if labels is not None and tuple(labels.shape[:2]) != self.shape:  # one for each document
             del call["labels"]
@@ -177,7 +178,7 @@ class _Runs:
 
     def _telling_paths(self) -> list[list[RowSlice]]:
         slices, real = self._slices(), self.real.cpu().expand(self.shape)
-        tree = Tree([place.length for place in slices], [place.parent for place in slices], torch.device("cpu"))
+        tree = tree_of(slices)
         paths = [[slices[each] for each in tree.path(leaf)] for leaf in tree.leaves]
         whole = [path for path in paths if all(place.of(real).all() for place in path)]
         if len(whole) <= SHORT:
@@ -188,11 +189,7 @@ class _Runs:
         return [path for at, path in enumerate(telling) if path not in telling[:at]]
 
     def outputs(
-        self,
-        exchanged: torch.Tensor | None,
-        seed: int = 0,
-        constant_draws: bool = False,
-        rounded: bool = False,
+        self, exchanged: torch.Tensor | None, seed: int = 0, constant_draws: bool = False, rounded: bool = False
     ) -> list[torch.Tensor]:
         # Per token, ``[batch, length, numbers]``: the base model's outputs, and projections of the model's. Runs with
         # one seed draw the same random numbers, or constants, as far as they can be.
@@ -241,12 +238,11 @@ class _Runs:
         total = random_sum(outputs, ~exchanged)
         if self.leaf is None or total is None:
             return 0.0  # without a leaf, the caller finds that nothing was exchanged either
-        found: torch.Tensor | None
-        if any(parameter.requires_grad for parameter in self.model.parameters()):
-            (found,) = torch.autograd.grad(total, self.leaf, allow_unused=True)
-        else:  # reentrant checkpoints refuse autograd.grad
-            torch.autograd.backward([total])
+        if not any(parameter.requires_grad for parameter in self.model.parameters()):
+            torch.autograd.backward([total])  # reentrant checkpoints refuse autograd.grad
             found = self.leaf.grad
+        else:
+            (found,) = torch.autograd.grad(total, self.leaf, allow_unused=True)
         if found is None:
             return 0.0
         crossing = found.float().abs() * exchanged[..., None].to(found.device)
@@ -257,12 +253,15 @@ class _Runs:
         return f"{type(self.model).__name__} holds what fa2patch does not know, {known}"
 
     def leak(self, exchanged: torch.Tensor, how: str) -> str:
-        name = self._first_module(exchanged)
         where = "in which module could not be seen"
-        if name is not None:
-            module = self.decoder.get_submodule(name)
-            meaning = locate.likely_reason(self.decoder, name, patched=True, tree=self.is_tree)
-            where = f"first in {name or 'the base model itself'} ({type(module).__name__}): {meaning}"
+        for place in [place for place in self._slices() if not exchanged[place.row, place.start]][:9]:
+            one = locate.Watched(functools.partial(self._run, None), self.shape, place)
+            other = locate.Watched(functools.partial(self._run, exchanged), self.shape, place)
+            found = locate.first_difference(self.decoder, one, other, self.bound, patched=True, tree=self.is_tree)
+            if found is not None:
+                name, cls, meaning = found
+                where = f"first in {name or 'the base model itself'} ({cls}): {meaning}"
+                break
         batch, some, others = "batch", "documents", "other documents"
         if self.is_tree:
             batch, some, others = "batch of such segments", "segments and what continues them", "other segments"
@@ -271,16 +270,6 @@ class _Runs:
             f"{where}. Nothing was computed. Take that module out, let it look at one token at a time, or train this "
             "model padded."
         )
-
-    def _first_module(self, exchanged: torch.Tensor) -> str | None:
-        others = (place for place in self._slices() if not exchanged[place.row, place.start])
-        for _, place in zip(range(9), others):
-            one = locate.Watched(lambda: self._run(None), self.shape, place)
-            other = locate.Watched(lambda: self._run(exchanged), self.shape, place)
-            name = locate.first_difference(self.decoder, one, other, self.bound)
-            if name is not None:
-                return name
-        return None
 
     def _slices(self) -> list[RowSlice]:
         return slices_between(self.mask.boundaries, self.shape[1], None)
@@ -315,13 +304,3 @@ def _apart(found: list[torch.Tensor], expected: list[torch.Tensor]) -> torch.Ten
             off = torch.where(same, 0.0, one.float() - other.float()).square().mean(-1).sqrt() / size
             far.append(off.flatten().nan_to_num(float("inf")).detach().cpu())
     return torch.stack(torch.broadcast_tensors(*far)).amax(0)  # type: ignore[no-untyped-call]
-
-
-def _pooled_segments(tree: Tree, mask: PackedMask) -> torch.Tensor:
-    # The numbers of the segments in which the documents end that a head pools: those with real tokens.
-    ends = torch.tensor(tree.leaves, dtype=torch.int64)
-    if mask.real is None:
-        return ends
-    lengths = torch.tensor(tree.lengths)
-    starts = (lengths.cumsum(0) - lengths)[ends]
-    return ends[mask.real.flatten().cpu()[starts] != 0]

@@ -30,7 +30,14 @@ def replica(model: Model, unknown: Iterable[torch.nn.Module] = ()) -> Model:
     for module in list(copies.values()):
         for name, value in list(vars(module).items()):
             vars(module)[name] = _rebound(value, copies)
-    _share_parameters(made, [copies[id(module)] for module in unknown if id(module) in copies])
+    open_gates(made, [copies[id(module)] for module in unknown if id(module) in copies])
+    shared: dict[int, torch.nn.Parameter] = {}
+    for module in _own(made):
+        for name, parameter in module._parameters.items():
+            if type(parameter) is torch.nn.Parameter and parameter.requires_grad:  # no other package's class
+                if id(parameter) not in shared:
+                    shared[id(parameter)] = torch.nn.Parameter(parameter.detach(), requires_grad=False)
+                module._parameters[name] = shared[id(parameter)]
     return made
 
 
@@ -112,17 +119,6 @@ def open_gates(model: Model, gates: Iterable[torch.nn.Module]) -> None:
             opened[name] = torch.nn.Parameter(values, requires_grad=False)
     for module in _own(model):
         module._parameters.update({name: opened[id(p)] for name, p in module._parameters.items() if id(p) in opened})
-
-
-def _share_parameters(model: Model, gates: Iterable[torch.nn.Module]) -> None:
-    open_gates(model, gates)
-    shared: dict[int, torch.nn.Parameter] = {}
-    for module in _own(model):
-        for name, parameter in module._parameters.items():
-            if type(parameter) is torch.nn.Parameter and parameter.requires_grad:  # no other package's class
-                if id(parameter) not in shared:
-                    shared[id(parameter)] = torch.nn.Parameter(parameter.detach(), requires_grad=False)
-                module._parameters[name] = shared[id(parameter)]
 
 
 def _own(model: torch.nn.Module | Model) -> Iterator[torch.nn.Module]:

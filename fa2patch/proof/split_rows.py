@@ -27,46 +27,38 @@ class WholeRows(torch.nn.Module):
     # Every process of the group must make the same calls. Rows are padded to a multiple of the processes by a document
     # of its own, whose outputs are cut off.
     def forward(self, **batch: Any) -> Any:
-        length = batch["input_ids"].shape[1]
-        own = self._own(_padded(batch, -length % self.part.of))
-        labels = own.get("shift_labels")
-        output = self.model(**own)
+        ids = batch["input_ids"]
+        length, more = ids.shape[1], -ids.shape[1] % self.part.of
+        if batch.get("position_ids") is None and batch.get("cu_seq_lens_q") is None:
+            batch["position_ids"] = torch.arange(length, device=ids.device).expand(ids.shape)
+        if more:
+            batch = _padded(batch, more)
+        # Labels are shifted before rows are split, as by DeepSpeed's loader.
+        if batch.get("labels") is not None:
+            shifted = torch.nn.functional.pad(batch["labels"], (0, 1), value=IGNORED_LABEL)[:, 1:]
+            batch.update(shift_labels=shifted, labels=shifted)
+        batch.update({name: self.part.own(value).contiguous() for name, value in _of_tokens(batch).items()})
+        labels = batch.get("shift_labels")
+        output = self.model(**batch)
         named = {"logits": output.logits} if hasattr(output, "logits") else {"last_hidden_state": output[0]}
         found = {name: self.gathered(value)[:, :length] for name, value in named.items()}
         loss = getattr(output, "loss", None)
         # The mean is over the labels that are passed. A patched model ignores some, so its labels are not counted.
         if loss is not None and labels is not None and self.counts_labels:
-            found["loss"] = self._mean(loss, labels)
+            count = (labels != IGNORED_LABEL).sum()
+            sums = torch.stack([torch.where(count > 0, loss.detach() * count, 0.0), count.to(loss.dtype)])
+            dist.all_reduce(sums, group=ulysses.groups[self.part.group])
+            found["loss"] = sums[0] / sums[1]
         return SimpleNamespace(**found)
 
     def gathered(self, values: torch.Tensor, dim: int = 1) -> torch.Tensor:
         # The gradient of the part's values is their own.
-        gathered: torch.Tensor = _Gather.apply(values, dim, self.part)  # type: ignore[no-untyped-call]
-        return gathered
+        return _Gather.apply(values, dim, self.part)  # type: ignore[no-untyped-call,no-any-return]
 
     def summed(self, gradient: torch.Tensor) -> torch.Tensor:
         gradient = gradient.contiguous()
         dist.all_reduce(gradient, group=ulysses.groups[self.part.group])
         return gradient
-
-    def _own(self, batch: Call) -> Call:
-        # Labels are shifted before rows are split, as by DeepSpeed's loader.
-        length = batch["input_ids"].shape[1]
-        if batch.get("labels") is not None:
-            shifted = torch.nn.functional.pad(batch["labels"], (0, 1), value=IGNORED_LABEL)[:, 1:]
-            batch = {**batch, "shift_labels": shifted, "labels": shifted}
-        split = {
-            name: self.part.own(value).contiguous()
-            for name, value in batch.items()
-            if name in PER_TOKEN and isinstance(value, torch.Tensor) and value.shape[-1] == length
-        }
-        return {**batch, **split}
-
-    def _mean(self, loss: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        count = (labels != IGNORED_LABEL).sum()
-        sums = torch.stack([torch.where(count > 0, loss.detach() * count, 0.0), count.to(loss.dtype)])
-        dist.all_reduce(sums, group=ulysses.groups[self.part.group])
-        return sums[0] / sums[1]
 
 
 class _Gather(torch.autograd.Function):
@@ -76,22 +68,27 @@ class _Gather(torch.autograd.Function):
         return ulysses.whole_rows(values.movedim(dim, -1), part.group, part.of).movedim(-1, dim)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
-        return ctx.part.own(gradients[0], ctx.dim), None, None
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        return ctx.part.own(gradient, ctx.dim), None, None
+
+
+def _of_tokens(batch: Call) -> Call:
+    tensors = {name: value for name, value in batch.items() if name in PER_TOKEN and isinstance(value, torch.Tensor)}
+    return {name: value for name, value in tensors.items() if value.shape[-1] == batch["input_ids"].shape[1]}
 
 
 def _padded(batch: Call, more: int) -> Call:
     # A document of ``more`` tokens is added to every row.
-    batch = dict(batch)
-    ids = batch["input_ids"]
-    if batch.get("position_ids") is None and batch.get("cu_seq_lens_q") is None:
-        batch["position_ids"] = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
-    if not more:
-        return batch
-    for name, value in batch.items():
-        if name in PER_TOKEN and isinstance(value, torch.Tensor) and value.shape[-1] == ids.shape[1]:
-            batch[name] = torch.cat([value, _added(name, value, more)], dim=-1)
-    return _with_one_more(batch, ids.shape, more) if batch.get("cu_seq_lens_q") is not None else batch
+    rows, length = batch["input_ids"].shape
+    longer = {name: torch.cat([value, _added(name, value, more)], dim=-1) for name, value in _of_tokens(batch).items()}
+    if batch.get("cu_seq_lens_q") is None:
+        return {**batch, **longer}
+    cu = batch["cu_seq_lens_q"].flatten()
+    new = torch.arange(1, rows + 1, device=cu.device, dtype=cu.dtype) * (length + more)
+    ends = torch.cat([cu + (cu - 1).clamp(min=0) // length * more, new]).sort().values
+    longest = max(more, int(batch.get("max_length_q") or ends.diff().max()))
+    lengths = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
+    return {**batch, **longer, **lengths}
 
 
 def _added(name: str, value: torch.Tensor, more: int) -> torch.Tensor:
@@ -104,16 +101,6 @@ def _added(name: str, value: torch.Tensor, more: int) -> torch.Tensor:
     if name == "attention_mask":
         return torch.zeros_like(last)
     return torch.full_like(last, IGNORED_LABEL) if name in LABELS else last
-
-
-def _with_one_more(batch: Call, shape: torch.Size, more: int) -> Call:
-    # The lengths have one more document at the end of every row.
-    cu = batch["cu_seq_lens_q"].flatten()
-    rows = torch.arange(1, shape[0] + 1, device=cu.device, dtype=cu.dtype)
-    moved = cu + (cu - 1).clamp(min=0) // shape[1] * more
-    ends = torch.cat([moved, rows * (shape[1] + more)]).sort().values
-    longest = max(more, int(batch.get("max_length_q") or ends.diff().max()))
-    return {**batch, "cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
 
 
 @contextlib.contextmanager

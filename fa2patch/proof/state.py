@@ -7,6 +7,7 @@ knows also the objects and global names of its own file.
 from __future__ import annotations
 
 import functools
+import operator
 from collections import deque
 from collections.abc import Iterable, Iterator
 from types import CellType, FunctionType, MethodType
@@ -84,7 +85,8 @@ class State:
             return version(value), place(value)
         if isinstance(value, torch.nn.Module):
             held = vars(value)
-            return {name: held[name] for name in held if name not in _TABLES and self._counts(name)}
+            read = self._read_by
+            return {name: held[name] for name in held if name not in _TABLES and (read is None or name in read)}
         if isinstance(value, _Names):
             held = value.home if isinstance(value.home, dict) else vars(value.home)
             return {name: held[name] for name in value.names if name in held}
@@ -95,9 +97,6 @@ class State:
         if isinstance(value, numpy.ndarray):
             return value.copy()
         return dict(value) if isinstance(value, dict) else set(value) if isinstance(value, set) else list(value)
-
-    def _counts(self, name: str) -> bool:
-        return self._read_by is None or name in self._read_by
 
     def _inside(self, value: Any) -> Iterator[Any]:
         # The content of what may change is kept.
@@ -114,11 +113,9 @@ class State:
             yield from value
         elif callable(value):
             yield from self._of_callable(value)
-        if not isinstance(value, torch.nn.Module) and self._is_own(value):
+        own = type(value).__module__ in self._homes and hasattr(value, "__dict__")
+        if own and not isinstance(value, torch.nn.Module):
             yield from (vars(value), type(value))
-
-    def _is_own(self, value: Any) -> bool:
-        return type(value).__module__ in self._homes and hasattr(value, "__dict__")
 
     def _of_module(self, module: torch.nn.Module) -> Iterator[Any]:
         yield from self._hold(module).values()
@@ -137,22 +134,13 @@ class State:
         elif isinstance(value, MethodType) and not is_known(value.__func__):
             yield from (value.__func__, value.__self__)
         elif isinstance(value, FunctionType) and not is_known(value):
-            yield from self._of_function(value)
+            self._homes.add(value.__module__)
+            yield from (*(value.__closure__ or ()), value.__defaults__ or (), vars(value))
+            yield from self._hold(_Names(value.__globals__, inspecting.names_within(value))).values()
         elif isinstance(value, type) and value.__module__ in self._homes:
-            yield from self._of_class(value)
-
-    def _of_function(self, function: FunctionType) -> Iterator[Any]:
-        self._homes.add(function.__module__)
-        yield from function.__closure__ or ()
-        yield from (function.__defaults__ or (), vars(function))
-        names = _Names(function.__globals__, inspecting.names_within(function))
-        yield from self._hold(names).values()
-
-    def _of_class(self, cls: type) -> Iterator[Any]:
-        functions = [value for value in vars(cls).values() if isinstance(value, FunctionType)]
-        yield from (*functions, *cls.__bases__)
-        own = [name for name, value in vars(cls).items() if type(value) in (*_PLAIN, *_CONTAINERS)]
-        yield from self._hold(_Names(cls, [name for name in own if not name.startswith("__")])).values()
+            yield from (*(each for each in vars(value).values() if isinstance(each, FunctionType)), *value.__bases__)
+            own = [name for name, each in vars(value).items() if type(each) in (*_PLAIN, *_CONTAINERS)]
+            yield from self._hold(_Names(value, [name for name in own if not name.startswith("__")])).values()
 
 
 def names_of(model: Model) -> frozenset[str]:
@@ -179,11 +167,7 @@ def _same(value: Any, now: Any, before: Any) -> bool:
         return bool(now == before)
     if isinstance(now, dict):  # in the same order
         return list(now) == list(before) and _same(None, [*now.values()], [*before.values()])
-    return len(now) == len(before) and all(map(_is, now, before))
-
-
-def _is(one: object, other: object) -> bool:
-    return one is other
+    return len(now) == len(before) and all(map(operator.is_, now, before))
 
 
 def _put(value: Any, content: Any) -> None:

@@ -64,7 +64,9 @@ def _unknown(model: ModelLayers) -> Iterator[str]:
         elif not is_known(function):
             yield f"{name} ({where_defined(function)})"
     inside = tuple(f"{name}." for name in [*model.carrying, *(layer.name for layer in model.attention)])
-    classes = {cls for cls in {*map(type, model.text_modules.values())} if _is_torchs(cls)}
+    # classes that have their forward from torch, and that is not known to look at one token at a time
+    owners = {cls: inspecting.defining(cls, "forward") for cls in {*map(type, model.text_modules.values())}}
+    classes = {cls for cls, owner in owners.items() if inspecting.is_of_torch(owner) and owner not in _BY_TOKEN}
     for name, module in model.text_modules.items():
         if type(module) in classes and _looks_along_the_row(module) and not f"{name}.".startswith(inside):
             yield f"{name} (torch's {type(module).__name__}, which may look at other tokens)"
@@ -122,12 +124,6 @@ def _forwards(module: torch.nn.Module) -> Iterator[Any]:
         yield vars(module)["forward"]
 
 
-def _is_torchs(cls: type) -> bool:
-    # The class has its forward from torch, and that is not known to look at one token at a time.
-    owner = inspecting.defining(cls, "forward")
-    return inspecting.is_of_torch(owner) and owner not in _BY_TOKEN
-
-
 def _looks_along_the_row(module: torch.nn.Module) -> bool:
     if isinstance(module, _ALONG_THE_LAST):
         return getattr(module, "dim", -1) != -1
@@ -161,19 +157,16 @@ class Structure:
         self._with_code = list(dict.fromkeys(each for each in plain if isinstance(each, FunctionType)))
         self._codes = list(map(_code_of, self._with_code))
         self.watches = any(isinstance(hook, WatchedHook) for table in hooked for hook in table.values())
-        # It changes with modules, their classes, the code that they run and their hooks. What fa2patch has put there
-        # does not count, nor does a hook that is watched, or that is known and draws no random numbers.
-        self.number = self._number(children, hooked)
-
-    def _number(self, children: list[Any], hooked: list[Any]) -> int:
+        # Its number changes with modules, their classes, the code that they run and their hooks. What fa2patch has put
+        # there does not count, nor does a hook that is watched, or that is known and draws no random numbers.
         hooks = [hook for table in hooked for hook in table.values() if not isinstance(hook, WatchedHook)]
         hooks = [hook for hook in hooks if hook not in _OUR_HOOKS and (inspecting.draws(hook) or not is_known(hook))]
         of_kinds = [each for forward, call in self._of_kinds for each in (below_ours(forward), call)]
         functions = [each for each in self._forwards if each is not None] + hooks + of_kinds + self._functions
         # ids of functions may come again; most functions have code themselves, and asking for it calls nothing
         codes = [getattr(each, "__code__", None) or inspecting.code_called(each) for each in functions]
-        inside = [child for table in children for child in table.values()]
-        return hash(tuple(map(id, (*self._modules, *inside, *self._classes, *functions, *codes))))
+        below = [child for table in children for child in table.values()]
+        self.number = hash(tuple(map(id, (*self._modules, *below, *self._classes, *functions, *codes))))
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A pickled model is looked at again.

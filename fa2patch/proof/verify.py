@@ -18,14 +18,13 @@ from .._types import Call, Model
 from ..binding import used_by
 from ..comparison import gradients
 from ..documents.names import IGNORED_LABEL, LABELS, LENGTHS, PARENTS, MediaRow
-from ..documents.trees import Tree
 from ..errors import BadBatch, Fa2PatchError, PackingNotIsolated
 from ..upstream import inspecting
 from ..upstream.find_models import is_sharded, makes_its_batches, models, token_embeddings, transformers_model
 from ..upstream.forward import proof
 from ..upstream.step import MARK
 from . import locate
-from .inputs import RowSlice, checked, example, on_its_own, require_same_on_every_rank, slices_of, text_tokens
+from .inputs import RowSlice, checked, example, on_its_own, require_same_on_every_rank, slices_of, text_tokens, tree_of
 from .result import Document, Verification
 from .runs import dtypes_saved, left_as_it_was, near, outputs, outputs_and_embeddings, picks, rounding
 from .split_rows import WholeRows, whole
@@ -84,7 +83,12 @@ def verify(
         model = inner = models(inner)[-1]
     elif makes_its_batches(model):
         model = inner
-    _check(inner, max_documents)
+    if any(parameter.device.type == "meta" for parameter in inner.parameters()):
+        raise PackingNotIsolated(
+            "the model's weights are on the meta device, so nothing can be computed. Load them first."
+        )
+    if max_documents is not None and (not isinstance(max_documents, int) or max_documents < 1):
+        raise BadBatch(f"max_documents: expected a number of documents, 1 or more, or None; found {max_documents!r}.")
     device = token_embeddings(inner).device
     given = example(device, inner) if batch is None else checked(batch, device)
     if patch is None and given.get(PARENTS) is not None:
@@ -96,9 +100,12 @@ def verify(
     require_same_on_every_rank(inner, slices)
     unexamined = patch.examination.paused() if patch is not None else contextlib.nullcontext()
     with whole(model, inner, patch is not None) as run, left_as_it_was(model), unexamined, proof():
-        measured = Measurements(run, inner, patch is not None, given, slices, max_documents)
-        measured.measure()
-        found = _verification(measured)
+        measured = Measurements(run, inner, patch is not None, given, slices)
+        measured.measure(max_documents)
+        bound, allowed = measured.change_bound(), measured.distance_bound()
+        documents = tuple(measured.document(at) for at, place in enumerate(slices) if place.real)
+        reason, module, cls = next(_findings(measured, bound, allowed), _Finding())
+        found = Verification(not reason, documents, module, cls, reason, bound, allowed, patch is not None)
     if strict and not found.ok:
         error = PackingNotIsolated(f"{type(inner).__name__}: {found}")
         error.verification = found
@@ -106,21 +113,10 @@ def verify(
     return found
 
 
-def _check(inner: Model, max_documents: int | None) -> None:
-    if any(parameter.device.type == "meta" for parameter in inner.parameters()):
-        raise PackingNotIsolated(
-            "the model's weights are on the meta device, so nothing can be computed. Load them first."
-        )
-    if max_documents is not None and (not isinstance(max_documents, int) or max_documents < 1):
-        raise BadBatch(f"max_documents: expected a number of documents, 1 or more, or None; found {max_documents!r}.")
-
-
 class Measurements:
     """How much the documents of one batch depend on each other, and how far they are from what they are alone."""
 
-    def __init__(
-        self, model: Model, inner: Model, patched: bool, batch: Call, slices: list[RowSlice], max_documents: int | None
-    ) -> None:
+    def __init__(self, model: Model, inner: Model, patched: bool, batch: Call, slices: list[RowSlice]) -> None:
         # A document, segment or run of padding is named by its index in ``slices``. Changes and distances are relative
         # to the largest output of the batch.
         self.model, self.inner, self.patched = model, inner, patched
@@ -130,10 +126,8 @@ class Measurements:
         if asks or inspecting.takes(type(inner).forward, "state"):
             self.batch["use_cache"] = False  # as in training: RWKV's cache overwrites what its backward needs
         self.slices, self.shape = slices, batch["input_ids"].shape
-        # A document is a root without children.
-        self.tree = Tree([place.length for place in slices], [place.parent for place in slices], torch.device("cpu"))
+        self.tree = tree_of(slices)
         self.word = "segment" if any(place.parent >= 0 for place in slices) else "document"
-        self.max_documents = max_documents
         self.generator = torch.Generator().manual_seed(0)
         self.vocabulary = text_tokens(inner)
         self.media = batch if isinstance(batch, MediaRow) else MediaRow({})
@@ -151,8 +145,11 @@ class Measurements:
         self.followed: dict[tuple[int, int], float] = {}  # by (descendant, segment): how much the descendant moves
         self.reached: dict[tuple[int, int], float] = {}  # by (segment, ancestor): the largest gradient to the ancestor
 
-    def measure(self) -> None:
-        for at in self._chosen():
+    def measure(self, most: int | None) -> None:
+        real = [at for at, place in enumerate(self.slices) if place.real]
+        if most is not None and len(real) > most:
+            real = [real[round(i * (len(real) - 1) / max(most - 1, 1))] for i in range(most)]
+        for at in real + [at for at, place in enumerate(self.slices) if not place.real]:
             after, gradient = self._exchanged(at)
             for other, place in enumerate(self.slices):
                 if not place.real or other == at:
@@ -167,18 +164,18 @@ class Measurements:
                 self.distances[at] = self._distance(at)
             del after
 
-    def _chosen(self) -> list[int]:
-        real = [at for at, place in enumerate(self.slices) if place.real]
-        most = self.max_documents
-        if most is not None and len(real) > most:
-            real = [real[round(i * (len(real) - 1) / max(most - 1, 1))] for i in range(most)]
-        return real + [at for at, place in enumerate(self.slices) if not place.real]
-
     def number(self, at: int) -> int:
         return sum(place.real for place in self.slices[: at + 1]) if self.slices[at].real else 0  # 0 is padding
 
     def named(self, at: int) -> str:
         return f"{self.word} {self.number(at)}" if self.slices[at].real else "padding"
+
+    def document(self, at: int) -> Document:
+        place, (change, by) = self.slices[at], self.moved[at]
+        moved_by = None if by is None else self.number(by)
+        parent = self.number(place.parent) if place.parent >= 0 else None
+        gradient, distance = self.gradients.get(at), self.distances.get(at)
+        return Document(place.row, place.start, place.length, change, moved_by, gradient, distance, parent)
 
     def _outputs(self) -> tuple[torch.Tensor, torch.dtype]:
         try:
@@ -319,22 +316,6 @@ class _Finding(NamedTuple):
     cls: str | None = None
 
 
-def _verification(measured: Measurements) -> Verification:
-    bound = measured.change_bound()
-    allowed = measured.distance_bound()
-    documents = tuple(_document(measured, at) for at, place in enumerate(measured.slices) if place.real)
-    reason, module, cls = next(_findings(measured, bound, allowed), _Finding())
-    return Verification(not reason, documents, module, cls, reason, bound, allowed, measured.patched)
-
-
-def _document(measured: Measurements, at: int) -> Document:
-    place, (change, by) = measured.slices[at], measured.moved[at]
-    moved_by = None if by is None else measured.number(by)
-    parent = measured.number(place.parent) if place.parent >= 0 else None
-    gradient, distance = measured.gradients.get(at), measured.distances.get(at)
-    return Document(place.row, place.start, place.length, change, moved_by, gradient, distance, parent)
-
-
 def _findings(measured: Measurements, bound: float, allowed: float) -> Iterator[_Finding]:
     # The most telling come first. The module of each is looked for only when the finding is asked for.
     word, named = measured.word, measured.named
@@ -375,18 +356,18 @@ def _without_ancestor(measured: Measurements, bound: float) -> Iterator[tuple[in
 
 def _located(measured: Measurements, at: int, call: Call, bound: float, what: str) -> _Finding:
     # ``call`` is the batch with other tokens, or the document alone: a segment at the end of its path.
-    model, inner, place, shape = measured.model, measured.inner, measured.slices[at], call["input_ids"].shape
+    model, place, shape = measured.model, measured.slices[at], call["input_ids"].shape
     there = place if shape == measured.shape else RowSlice(0, shape[1] - place.length, shape[1], True)
     split = model if isinstance(model, WholeRows) else None
     here = locate.Watched(lambda: outputs(model, measured.batch), tuple(measured.shape), place, split)
     other = locate.Watched(lambda: outputs(model, call), tuple(shape), there, split)
     with torch.no_grad():
-        name = locate.first_difference(inner, here, other, bound)
-    if name is None:
+        tree = measured.word == "segment"
+        found = locate.first_difference(measured.inner, here, other, bound, measured.patched, tree)
+    if found is None:
         hidden = "torch.compile hides them, and values do not show what hands on gradients alone"
         return _Finding(f"{what}; in which module could not be seen ({hidden})")
-    cls = type(inner.get_submodule(name)).__name__
-    meaning = locate.likely_reason(inner, name, measured.patched, tree=measured.word == "segment")
+    name, cls, meaning = found
     return _Finding(f"{what}. First in {name or 'the model itself'} ({cls}): {meaning}", name, cls)
 
 

@@ -16,7 +16,7 @@ from fa2patch import kernels
 from fa2patch.kernels import Options, ascend, devices, picks, trial, varlen
 from fa2patch.kernels.ascend import Ascend
 from fa2patch.kernels.reference import Reference
-from fa2patch.kernels.rocm import Aiter
+from fa2patch.kernels.varlen import Aiter
 
 CPU = torch.device("cpu")
 

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from ..._torch import uncompiled
-from ..._types import Call
 from ...errors import PackingNotIsolated
 from ...kernels.picks import DOCUMENTS
 from .. import inspecting
@@ -25,17 +24,13 @@ def computed(step: Step, mask: PackedMask) -> Any:
     mask.require_whole_rows("layers that add more to attention scores than a mask")
     for layer in step.patch.attention:
         mask.given(step.module.get_submodule(layer.name))
-    if step.call.get("inputs_embeds") is None and _takes_looked_up(step):
-        # a single lookup, so that hooks on the table see the whole row
-        step.call["inputs_embeds"] = step.module.get_input_embeddings()(step.call.pop("input_ids"))
+    if step.call.get("inputs_embeds") is None and "inputs_embeds" in step.calls.names:
+        table = step.module.get_input_embeddings()
+        scales = any("scale" in name for name in inspecting.names_read(step.calls.original))  # BioGPT, XGLM: themselves
+        if isinstance(table, torch.nn.Embedding) and not scales:
+            # a single lookup, so that hooks on the table see the whole row
+            step.call["inputs_embeds"] = table(step.call.pop("input_ids"))
     return _of_each(step, mask)
-
-
-def _takes_looked_up(step: Step) -> bool:
-    # BioGPT and XGLM scale what they look up themselves.
-    plain = isinstance(step.module.get_input_embeddings(), torch.nn.Embedding)
-    scales = any("scale" in name for name in inspecting.names_read(step.calls.original))
-    return plain and not scales and "inputs_embeds" in step.calls.names
 
 
 @uncompiled
@@ -43,7 +38,17 @@ def _of_each(step: Step, mask: PackedMask) -> Any:
     for layer in step.patch.attention:
         mask.picks.took(step.module.get_submodule(layer.name), DOCUMENTS)
     rest, call = step.calls.arranged(step.args, step.call)
-    _require_tokens_of_the_row(step, mask, call)
+    for name, value in call.items():
+        by_token = (
+            isinstance(value, torch.Tensor) and value.dim() > 1 + value.is_floating_point()
+        )  # a head_mask has two
+        # Every document would see all of such an argument: entities, or an encoder's states.
+        if by_token and value.shape[1] != mask.shape[1]:
+            raise PackingNotIsolated(
+                f"{name} {list(value.shape)} came to {type(step.module).__name__} with a packed batch of "
+                f"{mask.shape[1]} tokens: expected one entry for each token. Whose the others are is not known. Leave "
+                "it out, or train this model padded."
+            )
     documents = Documents(mask.boundaries, mask.shape)
 
     def each(*args: Any, **given: Any) -> Any:
@@ -52,19 +57,6 @@ def _of_each(step: Step, mask: PackedMask) -> Any:
         return step.calls.original(step.module, *args, **given)
 
     return _joined(documents, documents.of_each(each, rest, call))
-
-
-def _require_tokens_of_the_row(step: Step, mask: PackedMask, call: Call) -> None:
-    # Every document would see all of such an argument: entities, or an encoder's states.
-    for name, value in call.items():
-        if not isinstance(value, torch.Tensor) or value.dim() <= 1 + value.is_floating_point():  # a head_mask has two
-            continue
-        if value.shape[1] != mask.shape[1]:
-            raise PackingNotIsolated(
-                f"{name} {list(value.shape)} came to {type(step.module).__name__} with a packed batch of "
-                f"{mask.shape[1]} tokens: expected one entry for each token. Whose the others are is not known. Leave "
-                "it out, or train this model padded."
-            )
 
 
 def _joined(documents: Documents, outputs: Sequence[Any]) -> Any:

@@ -43,9 +43,9 @@ _HARMLESS = {
 def is_formula(function: Function) -> bool:
     if not any(inspecting.takes(function, name) for name in MASKS):
         return False
-    names = inspecting.names_read(function)
     if holds_sdpa(function):
         return True
+    names = inspecting.names_read(function)
     products = {"matmul", "bmm", "baddbmm"} & {*names} or inspecting.multiplies_matrices(function)
     return bool(products) and any("softmax" in name.lower() for name in names)
 
@@ -111,9 +111,11 @@ def helpers(plain: type) -> list[str]:
 def formula_of(modeling: ModuleType, module: torch.nn.Module) -> Site | None:
     cls = type(module)
     owner, forward = inspecting.defining(cls, "forward"), inspecting.forward_of(cls)
-    table = table_name(modeling, forward)
-    if table is not None:
-        return Site(modeling, table, routed_table)
+    # Gemma 2 in 4.47, GPT-NeoX in 4.47 and 4.48 and ModernBERT (4.48 to 5.0) have a dictionary of functions instead of
+    # classes, of which one is eager.
+    for name in filter(re.compile(r"\w+_ATTENTION_FUNCTION").fullmatch, inspecting.names_read(forward)):
+        if FLASH in vars(modeling).get(name, ()):
+            return Site(modeling, name, routed_table)
     plain = plain_class(modeling, cls)
     if plain is None:
         return None
@@ -122,13 +124,6 @@ def formula_of(modeling: ModuleType, module: torch.nn.Module) -> Site | None:
     else:
         known = is_formula(inspecting.forward_of(plain)) or bool(helpers(plain))
     return Site(owner, "forward", ByFormula(owner)) if known and not convolves(module) else None
-
-
-def table_name(modeling: ModuleType, forward: Function) -> str | None:
-    # Gemma 2 in 4.47, GPT-NeoX in 4.47 and 4.48 and ModernBERT (4.48 to 5.0) have a dictionary of functions instead of
-    # classes, of which one is eager.
-    names = filter(re.compile(r"\w+_ATTENTION_FUNCTION").fullmatch, inspecting.names_read(forward))
-    return next((name for name in names if FLASH in vars(modeling).get(name, ())), None)
 
 
 def is_causal(layer: Any, otherwise: bool) -> bool:
@@ -324,9 +319,8 @@ class LayerOfRow:
     def __init__(self, module: Any, mask: PackedMask, helpers: Mapping[str, Function]) -> None:
         self._module = module
         known = vars(self)
-        known.update(vars(module))  # found without __getattr__, which is called for every other name
-        known.update(module._parameters)
-        known.update(module._modules)
+        # found without __getattr__, which is called for every other name
+        known.update({**vars(module), **module._parameters, **module._modules})
         for name, value in module._buffers.items():
             known[name] = mask if says_who_sees(value) else value
         for name in rope.MODULES:

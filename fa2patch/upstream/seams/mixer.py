@@ -16,7 +16,6 @@ import torch
 
 from ..._torch import computed_in, uncompiled, without_gradients
 from ..._types import Args, Call, Function
-from ...documents.boundaries import Boundaries
 from ...documents.names import LENGTHS
 from ...errors import BadParents, PackedWithCache, PackingNotIsolated
 from ...kernels.picks import DOCUMENTS
@@ -52,17 +51,24 @@ def by_document(original: Function) -> Function:
 
 @uncompiled
 def _computed(
-    original: Function,
-    lengths: Sequence[str],
-    module: torch.nn.Module,
-    args: Args,
-    kwargs: Call,
-    mask: PackedMask,
+    original: Function, lengths: Sequence[str], module: torch.nn.Module, args: Args, kwargs: Call, mask: PackedMask,
     hands_on: bool,
-) -> Any:
+) -> Any:  # fmt: skip
     # If the mixer hands a state on to the next layer as its second output, the mask is returned in its place.
     kwargs = {name: value for name, value in kwargs.items() if name not in LENGTHS}
-    mixing = Mixing(original, module, args, kwargs, _own_documents(module, mask), mask.shape, hands_on)
+    documents = mask.boundaries
+    if mask.part is not None:
+        own = mask.part.documents(mask.boundaries, mask.shape)
+        if own is None:
+            raise PackingNotIsolated(
+                f"sequence parallelism (sp_size) splits rows over {mask.part.of} processes, and "
+                f"{type(module).__name__} carries a state along each document: expected documents that lie whole in "
+                f"one process, {mask.shape[1]} tokens of a row, without segment_parents; found one that goes on in the "
+                "next. Pack rows so that a document starts wherever they are cut, or train this model without sequence "
+                "parallelism."
+            )
+        documents = own
+    mixing = Mixing(original, module, args, kwargs, documents, mask.shape, hands_on)
     way = _chosen(mixing, mask, lengths)
     outputs = way.documents.of_each(functools.partial(original, module, **way.more), args, kwargs)
     _require_no_look_back(mixing, way.documents, outputs)
@@ -71,25 +77,14 @@ def _computed(
     return (output, mask) if hands_on else output
 
 
-def _own_documents(module: torch.nn.Module, mask: PackedMask) -> Boundaries:
-    if mask.part is None:
-        return mask.boundaries
-    own = mask.part.documents(mask.boundaries, mask.shape)
-    if own is None:
-        raise PackingNotIsolated(
-            f"sequence parallelism (sp_size) splits rows over {mask.part.of} processes, and {type(module).__name__} "
-            "carries a state along each document: expected documents that lie whole in one process, "
-            f"{mask.shape[1]} tokens of a row, without segment_parents; found one that goes on in the next. Pack rows "
-            "so that a document starts wherever they are cut, or train this model without sequence parallelism."
-        )
-    return own
-
-
 def _chosen(mixing: Mixing, mask: PackedMask, lengths: Sequence[str]) -> Way:
     # The kernels of causal-conv1d, mamba-ssm and flash-linear-attention keep documents apart by lengths. It depends on
     # the version whether the keywords reach them, and many mixers accept the keywords and ignore them.
-    module, failed = mixing.module, list[str]()
-    kind = _kind_of_call(mixing)
+    module, hidden, failed, kind = mixing.module, mixing.hidden, list[str](), None
+    # What selects a mixer's kernels. Inference mode counts, too: tensors that were made in it cannot be saved for a
+    # trial's backward. DeepSpeed's ZeRO-3 would take a trial's backward for the training's, so there can be no trial.
+    if hidden is not None and not any(hasattr(parameter, "ds_id") for parameter in module.parameters()):
+        kind = hidden.device, hidden.dtype, computed_in(hidden), module.training, torch.is_inference_mode_enabled()
 
     def is_right(way: Way) -> bool:
         if kind is None or way.portions is DOCUMENTS:
@@ -103,15 +98,6 @@ def _chosen(mixing: Mixing, mask: PackedMask, lengths: Sequence[str]) -> Way:
     way = next(filter(is_right, mixing.ways(lengths)))
     mask.picks.took(module, way.portions, failed)
     return way
-
-
-def _kind_of_call(mixing: Mixing) -> tuple[Any, ...] | None:
-    # What selects a mixer's kernels. Inference mode counts, too: tensors that were made in it cannot be saved for a
-    # trial's backward. DeepSpeed's ZeRO-3 would take a trial's backward for the training's, so there can be no trial.
-    module, hidden = mixing.module, mixing.hidden
-    if hidden is None or any(hasattr(parameter, "ds_id") for parameter in module.parameters()):
-        return None
-    return hidden.device, hidden.dtype, computed_in(hidden), module.training, torch.is_inference_mode_enabled()
 
 
 _LOOK_BACK: WeakSet[torch.nn.Module] = WeakSet()  # mixers that have been checked

@@ -76,8 +76,8 @@ class Mixing:
         yield from known[Way, self.shape]
 
     def _in_batches(self) -> Iterator[Way]:
-        each = Documents(self.boundaries, self.shape)
-        lengths, device = tuple(each.lengths), self.boundaries.cu_seqlens.device
+        each, device = Documents(self.boundaries, self.shape), self.boundaries.cu_seqlens.device
+        lengths = tuple(each.lengths)
         padded, equal = (
             each.in_batches(grouping.batches(lengths, LARGEST, pads=pads), device) for pads in (True, False)
         )

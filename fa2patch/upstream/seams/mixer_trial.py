@@ -17,7 +17,6 @@ from ..._torch import computed_in, is_no_verdict, outside_the_forward, without_g
 from ...comparison import distance, gradients
 from ...documents.boundaries import Boundaries
 from ...kernels.picks import DOCUMENTS, WHOLE_ROW
-from ..splitting import Documents
 from .mixer_calls import LONG_ENOUGH, Mixing, Way, keywords, longest_padded
 
 # The largest difference, relative to the largest absolute value; 3e-2 in half precision. Leaks are compared exactly.
@@ -110,8 +109,14 @@ def _trial(mixing: Mixing, way: Way, number: int, excerpts: Sequence[Excerpt]) -
     at = max(range(len(excerpts)), key=lambda at: (excerpts[at] == (shortest, 0), at))
     compared = (kept > 0) | (length == longest)
     compared[ends[at] : ends[at + 1]] = True
+    if way.portions is WHOLE_ROW:
+        row = Boundaries(torch.tensor(ends, dtype=torch.int32, device=device), longest)
+        more, whole = keywords(row, ends[-1]), each.made_of(tokens[places], [ends[-1]])
+        tried = way._replace(documents=whole, more={name: more[name] for name in way.more})
+    else:
+        tried = way._replace(documents=each.made_of(tokens[places], lengths, [range(len(lengths))]))
     return Trial(
-        way=_in_one_call(way, each, tokens[places], lengths),
+        way=tried,
         alone=Way(DOCUMENTS, each.made_of(tokens, [longest])),
         short=Way(DOCUMENTS, each.made_of(tokens[:shortest], [shortest])) if shortest < longest else None,
         at_short=slice(ends[at], ends[at + 1]),
@@ -120,15 +125,6 @@ def _trial(mixing: Mixing, way: Way, number: int, excerpts: Sequence[Excerpt]) -
         kept=places < kept,
         compared=compared,
     )
-
-
-def _in_one_call(way: Way, each: Documents, tokens: torch.Tensor, lengths: Sequence[int]) -> Way:
-    if way.portions is not WHOLE_ROW:
-        return way._replace(documents=each.made_of(tokens, lengths, [range(len(lengths))]))
-    cu = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=tokens.device)
-    more = keywords(Boundaries(cu, max(lengths)), len(tokens))
-    whole = each.made_of(tokens, [len(tokens)])
-    return way._replace(documents=whole, more={name: more[name] for name in way.more})
 
 
 def _difference(mixing: Mixing, trial: Trial, hidden: torch.Tensor) -> str:
@@ -142,7 +138,9 @@ def _difference(mixing: Mixing, trial: Trial, hidden: torch.Tensor) -> str:
     near = max(TOLERANCE.get(dtype, 3e-2) for dtype in (states.dtype, computed_in(states)))
     if found.keys() != alone.keys() or not distance(outputs, right, trial.compared) <= near:
         return "computes something else than on the documents one by one"
-    parameters = _own_parameters(mixing.module)
+    # Tensors in the place of parameters (DTensor) may communicate when they are compared, and hooks reach others.
+    own = (parameter for parameter in mixing.module.parameters() if type(parameter) is torch.nn.Parameter)
+    parameters = [each for each in own if each.requires_grad and not each._backward_hooks]
     to_states, to_filling, *reached = gradients(outputs, (states, filling, document, *parameters), trial.kept)
     if to_states[~trial.whole].any():
         return "sends gradients from one document into another"
@@ -152,7 +150,10 @@ def _difference(mixing: Mixing, trial: Trial, hidden: torch.Tensor) -> str:
         return "sends gradients into what fills a batch up"
     if _changes(mixing, trial, states, outputs):
         return "changes a document when the others change"
-    if not _are_near(reached, gradients(expected, (document, *parameters), trial.kept), near):
+    wanted = gradients(expected, (document, *parameters), trial.kept)
+    # A gradient that is tiny beside the others is rounding, and is not compared with itself.
+    largest = max(float(gradient.abs().max()) for gradient in wanted if gradient.numel())
+    if not distance(reached, wanted, least=near * largest) <= near:
         return "has other gradients than on the documents one by one"
     return ""
 
@@ -173,24 +174,12 @@ def _with_short(
     return [*right.values()]
 
 
-def _are_near(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], near: float) -> bool:
-    # A gradient that is tiny beside the others is rounding, and is not compared with itself.
-    largest = max(float(gradient.abs().max()) for gradient in expected if gradient.numel())
-    return distance(found, expected, least=near * largest) <= near
-
-
 @without_gradients()
 def _changes(mixing: Mixing, trial: Trial, states: torch.Tensor, found: Sequence[torch.Tensor]) -> bool:
     others = torch.where(trial.kept[:, None], states, states.flip(0) * 2 + 1)
     filling = states.new_ones(trial.way.documents.calls.size, *states.shape[1:])
     after = mixing.outputs(trial.way, others, filling).values()
     return not all(torch.equal(one[trial.kept], other[trial.kept]) for one, other in zip(after, found))
-
-
-def _own_parameters(module: torch.nn.Module) -> list[torch.Tensor]:
-    # Tensors in the place of parameters (DTensor) may communicate when they are compared, and hooks reach others.
-    own = (parameter for parameter in module.parameters() if type(parameter) is torch.nn.Parameter)
-    return [each for each in own if each.requires_grad and not each._backward_hooks]
 
 
 @contextlib.contextmanager

@@ -67,7 +67,7 @@ class RowShape:
             number = 0 if isinstance(value, bool) else operator.index(value)
         except TypeError:
             number = 0
-        if number < 1:
+        if not 1 <= number < 2**62:  # positions that count up from it must fit int64
             others = f", {', '.join(map(repr, rules))}" if rules else ""
             raise self.error(f"{name}: expected a positive number{others} or None, found {value!r}.")
 

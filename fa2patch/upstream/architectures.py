@@ -55,18 +55,13 @@ def _alibi(config: Config) -> str | None:
 
 def _gpt_neo_window(module: Any, options: Options) -> Options:
     # Eager code applies the window of local layers, and the flash class of every version ignores it.
-    return replace(options, window=module.config.window_size) if _is_local(module) else options
-
-
-def _is_local(module: Any) -> bool:
     kind = getattr(module, "attention_type", None)  # 5.x
     if kind is None and getattr(module, "layer_id", None) is not None:  # 4.48 on
         kind = module.config.attention_layers[module.layer_id]
-    if kind is not None:
-        return bool(kind == "local")
-    if module not in _LOCAL:
+    if kind is None and module not in _LOCAL:
         _LOCAL[module] = _hides_the_first_token(module.bias)
-    return _LOCAL[module]
+    local = _LOCAL[module] if kind is None else kind == "local"
+    return replace(options, window=module.config.window_size) if local else options
 
 
 # Up to 4.47 only a layer's causal mask `bias` shows whether the layer is local. This saves reads from the device.

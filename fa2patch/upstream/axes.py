@@ -28,9 +28,6 @@ FAILURES = (IndexError, RuntimeError, StopIteration, TypeError, ValueError)
 # arguments of Qwen2.5-Omni: which frames of a sound are not filled in, and whether sound belongs to its film
 HEARD, _FROM_FILM = "feature_attention_mask", "use_audio_in_video"
 
-# arguments that `get_rope_index` takes under another name than the forward
-_SPELLED = {"video_second_per_grid": "second_per_grids"}
-
 
 def takes_text_axis(decoder: Model) -> bool:
     # Most decoders take [4, batch, length] from 4.54 on, with the text axis first. The forward of such a decoder
@@ -41,7 +38,8 @@ def takes_text_axis(decoder: Model) -> bool:
 
 def rope_index(model: Any, tokens: torch.Tensor, mask: torch.Tensor, given: Call) -> torch.Tensor:
     # The ids are time, height and width, [3, batch, length]. `given` are the other arguments of the batch.
-    named: dict[str, Any] = {_SPELLED.get(name, name): value for name, value in given.items()}
+    respelt = {"video_second_per_grid": "second_per_grids"}  # which it takes under another name than the forward
+    named: dict[str, Any] = {respelt.get(name, name): value for name, value in given.items()}
     if HEARD in given:
         named["audio_seqlens"] = given[HEARD].long().sum(-1)
     if _FROM_FILM in given:
@@ -91,7 +89,9 @@ def _in_rows(model: Model, call: Call, lengths: list[int]) -> torch.Tensor:
         return pad_sequence([*torch.split(value.flatten(), lengths)], batch_first=True)
 
     mask = rows(torch.ones_like(tokens))
-    of_tokens = {name: rows(value) for name, value in call.items() if _is_of_tokens(value, tokens)}
+    tensors = [(name, value) for name, value in call.items() if isinstance(value, torch.Tensor)]
+    whole = [(name, value) for name, value in tensors if not value.is_floating_point()]
+    of_tokens = {name: rows(value) for name, value in whole if value.shape == tokens.shape}
     try:
         ids = rope_index(model, rows(tokens), mask, {**call, **of_tokens})
     except FAILURES as error:
@@ -102,10 +102,6 @@ def _in_rows(model: Model, call: Call, lengths: list[int]) -> torch.Tensor:
             "returned (mm_token_type_ids)."
         ) from error
     return ids[:, mask != 0].view(len(ids), *tokens.shape)
-
-
-def _is_of_tokens(value: object, tokens: torch.Tensor) -> bool:
-    return isinstance(value, torch.Tensor) and value.shape == tokens.shape and not value.is_floating_point()
 
 
 def _counts_in_forward(model: Model) -> bool:

@@ -24,9 +24,6 @@ _OLD_NAMES = ("past_key_values", "past_key_value", "layer_past", "cache_params",
 # What is no cache. A graph that is being captured knows its own numbers by these types, and nothing else of them.
 _PLAIN = (torch.Tensor, bool, int, float, str)
 
-# How deep a state is looked for in an object. xLSTM's is in an attribute, a dict of layers and a tuple.
-_DEPTH = 4
-
 
 def held(call: Call) -> Call:
     found = {}
@@ -48,7 +45,7 @@ def is_cache(value: object) -> bool:
         return True
     if isinstance(value, (Mapping, torch.nn.Module, type)) or hasattr(value, "__torch_function__"):
         return False
-    return _has_states(getattr(value, "__dict__", {}), _DEPTH)
+    return _has_states(getattr(value, "__dict__", {}), 4)  # xLSTM's is in an attribute, a dict of layers and a tuple
 
 
 def has_methods_of_a_cache(value: object) -> bool:

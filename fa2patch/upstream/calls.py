@@ -112,7 +112,9 @@ def read_batch(call: Call, has_mixers: bool) -> Batch | None:
     if lengths:
         _check_lengths(lengths, device)
     given, cached = call.get("attention_mask"), bool(caches.held(call))
-    mask = None if given is None else _two_dimensional(given, shape, cached)
+    mask = given if isinstance(given, torch.Tensor) and given.dim() == 2 and given.shape[0] == shape[0] else None
+    if mask is not None and mask.shape[1] != shape[1]:  # with a cache, the mask is [batch, cached + length]
+        mask = mask[:, -shape[1] :] if cached and mask.shape[1] > shape[1] else None
     if given is not None and mask is None and (cached or (is_for_queries(given) and not (lengths or has_mixers))):
         return None  # a mask for every query, which generate() with a static cache also makes
     if position_ids is not None:
@@ -162,15 +164,6 @@ def _check_lengths(lengths: dict[str, Any], device: torch.device) -> None:
             "segment_parents came without cu_seq_lens_q: position_ids alone do not say where segments start. Pass "
             "both, as fa2patch.packing.share gives them."
         )
-
-
-def _two_dimensional(mask: object, shape: tuple[int, int], cached: bool) -> torch.Tensor | None:
-    # With a cache, the mask is [batch, cached + length].
-    if not isinstance(mask, torch.Tensor) or mask.dim() != 2 or mask.shape[0] != shape[0]:
-        return None
-    if mask.shape[1] == shape[1]:
-        return mask
-    return mask[:, -shape[1] :] if cached and mask.shape[1] > shape[1] else None
 
 
 def is_for_queries(mask: object) -> bool:

@@ -30,12 +30,10 @@ _FLAG = "use_bidirectional_attention"
 
 
 def look(model: ModelLayers, facts: Facts) -> None:
-    not_said = _unsaid(model)
-    if not_said:
-        raise LayerNotPatchable(
-            f"{not_said}. Nothing was patched. Train this model padded, and please report it with the Transformers "
-            "version."
-        )
+    unsaid = _unsaid(model)
+    if unsaid:
+        report = "Train this model padded, and please report it with the Transformers version."
+        raise LayerNotPatchable(f"{unsaid}. Nothing was patched. {report}")
     facts.both_ways = any(
         layer.fused or not is_causal(layer.module, otherwise=not layer.by_itself) for layer in model.attention
     )
@@ -51,8 +49,7 @@ def look(model: ModelLayers, facts: Facts) -> None:
 def _is_told(model: Model) -> bool:
     # The masks that the model's `forward` makes then depend on the types of tokens.
     forward = inspecting.forward_of(type(model))
-    makes = any(_MAKES.fullmatch(name) for name in inspecting.names_read(forward))
-    return makes and inspecting.takes(forward, "token_type_ids")
+    return any(map(_MAKES.fullmatch, inspecting.names_read(forward))) and inspecting.takes(forward, "token_type_ids")
 
 
 def _contradiction(entered: Sequence[Any], layers: Sequence[Any]) -> str:
@@ -92,21 +89,20 @@ def _masks_come_from_upstream(decoder: Any) -> bool:
 def _unsaid(model: ModelLayers) -> str:
     # The result is why it is not known whether a model is causal. Layers that compute attention by themselves follow
     # the mask, and most of them are encoders'.
-    for layer in model.attention:
-        says = hasattr(layer.module, "is_causal") or hasattr(layer.module, "is_decoder")
-        if layer.by_itself and not says:
-            alibi = next((name for name in _names_in(model.decoder) if "alibi" in name), "")
-            if alibi:  # BLOOM, MPT
-                return (
-                    f"{type(model.decoder).__name__} adds alibi ({alibi}) to its attention scores, a bias for the "
-                    f"distance of two tokens, and {type(layer.module).__name__} hands it to no kernel"
-                )
-            name = next(filter(_LATER.search, _names_in(model.decoder)), "")
-            if name:
-                return (
-                    f"{type(model.decoder).__name__} uses {name}, which may hide later tokens, and its "
-                    f"{type(layer.module).__name__} does not say whether tokens see them"
-                )
+    alone = [layer.module for layer in model.attention if layer.by_itself]
+    silent = next((one for one in alone if not (hasattr(one, "is_causal") or hasattr(one, "is_decoder"))), None)
+    names = [] if silent is None else list(_names_in(model.decoder))
+    decoder, layer = type(model.decoder).__name__, type(silent).__name__
+    alibi, later = next((name for name in names if "alibi" in name), ""), next(filter(_LATER.search, names), "")
+    if alibi:  # BLOOM, MPT
+        return (
+            f"{decoder} adds alibi ({alibi}) to its attention scores, a bias for the distance of two tokens, and "
+            f"{layer} hands it to no kernel"
+        )
+    if later:
+        return (
+            f"{decoder} uses {later}, which may hide later tokens, and its {layer} does not say whether they are seen"
+        )
     return ""
 
 

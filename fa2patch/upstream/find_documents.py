@@ -57,7 +57,23 @@ def packed_mask_of(
         assert batch.position_ids is not None
         found = in_graph(batch.position_ids.reshape(batch.shape), first)
     else:
-        found = _recognised(rows, first, made_inside, training, always or part is not None)
+        # With `every`, a batch with one document in each row has boundaries, too: if rows are split over processes,
+        # because upstream's code knows only a part of each row, or if the model takes no position ids.
+        every, seq_idx, mask = always or part is not None, rows.lengths.get("seq_idx"), rows.mask
+        tells = rows.position_ids is not None or seq_idx is not None or (mask is not None and mask.dtype != torch.bool)
+        found = None
+        if tells and (rows.shape[1] != 1 or every):
+            found = recognise(
+                rows.shape,
+                rows.device,
+                position_ids=rows.position_ids,
+                attention_mask=mask,
+                seq_idx=seq_idx,
+                only_certain=made_inside,
+                always=every,
+                first_position=first,
+                training=training,
+            )
     if found is None:
         if part is not None:
             refuse_unsaid(call)
@@ -150,28 +166,6 @@ def _stays_in_the_graph(batch: Batch, call: Call, training: bool) -> bool:
     return not (asks or keeps_cache) and is_plain(batch.position_ids, None, batch.lengths.get("seq_idx"))
 
 
-def _recognised(
-    batch: Batch, first_position: int, made_inside: bool, training: bool, always: bool
-) -> Boundaries | None:
-    # With `always`, a batch with one document in each row has boundaries, too: if rows are split over processes,
-    # because upstream's code knows only a part of each row, or if the model takes no position ids.
-    seq_idx, mask = batch.lengths.get("seq_idx"), batch.mask
-    says_nothing = batch.position_ids is None and seq_idx is None and (mask is None or mask.dtype == torch.bool)
-    if says_nothing or (batch.shape[1] == 1 and not always):
-        return None
-    return recognise(
-        batch.shape,
-        batch.device,
-        position_ids=batch.position_ids,
-        attention_mask=mask,
-        seq_idx=seq_idx,
-        only_certain=made_inside,
-        always=always,
-        first_position=first_position,
-        training=training,
-    )
-
-
 def _position_ids(
     call: Call,
     patch: Patched,
@@ -182,19 +176,18 @@ def _position_ids(
     pictures: bool,
 ) -> torch.Tensor:
     """The position ids of a packed batch: those on several axes for its pictures, those that it has, or a count."""
-    for name in LENGTHS if pictures else ():  # 5.10 to 5.16 pass them on to the vision tower, which has its own
-        call.pop(name, None)
-    on_axes = None
+    ids = batch.position_ids
     if pictures:
         from . import axes  # which few models need
 
+        for name in LENGTHS:  # 5.10 to 5.16 pass them on to the vision tower, which has its own
+            call.pop(name, None)
         on_axes = axes.of_pictures(patch.model, call, found, batch.mask)
-    ids = batch.position_ids if on_axes is None else on_axes
+        ids = ids if on_axes is None else on_axes
     if ids is not None:
         return ids
-    counted = found.positions_of(shape).to(batch.device)
+    counted, first = found.positions_of(shape).to(batch.device), patch.facts.first_position
     tokens: torch.Tensor | None = call.get("input_ids")
-    first = patch.facts.first_position
     if part is not None:
         return part.own(counted) + first
     if tokens is None or not first:
@@ -204,8 +197,7 @@ def _position_ids(
     real = (tokens != first - 1).flatten().long()
     before = real.cumsum(0) - real
     starts = torch.arange(len(real), device=real.device) - counted.flatten()
-    counted = (first - 1 + (before - before[starts] + 1) * real).view(counted.shape)
-    return counted
+    return (first - 1 + (before - before[starts] + 1) * real).view(counted.shape)
 
 
 def _refuse_what_cannot_be_packed(call: Call, batch: Batch, training: bool, captured: bool) -> None:

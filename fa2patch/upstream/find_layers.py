@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -70,7 +69,20 @@ class ModelLayers:
     @cached_property
     def attention(self) -> tuple[Layer, ...]:
         """The attention layers that offer a seam."""
-        return _attention_layers(self)
+        seams: dict[type, Layer | None] = {}
+        layers, decoder = [], self.decoder
+        for name, module in self.text_modules.items():
+            cls = type(module)
+            if cls not in seams:
+                seams[cls] = _seam_of(module)
+            found = seams[cls]
+            if found is not None:
+                layers.append(replace(found, name=name, module=module))
+        users = layers and find_masks.of_the_user(decoder, self.mask_makers[type(decoder)])
+        if users or any(_only_by_document(layer, decoder) for layer in layers):
+            site = of_forward(decoder, _as_it_is)
+            layers = [replace(layer, seam="document", site=site, others=()) for layer in layers]
+        return tuple(layers)
 
     @cached_property
     def carrying(self) -> dict[str, str]:
@@ -87,11 +99,6 @@ class ModelLayers:
         return any(layer.seam == "document" for layer in self.attention)
 
     @property
-    def apart(self) -> bool:
-        warnings.warn("ModelLayers.apart is called by_document.", FutureWarning, stacklevel=2)
-        return self.by_document
-
-    @property
     def layers(self) -> tuple[Layer, ...]:
         return (*self.attention, *self.mixers)
 
@@ -100,23 +107,6 @@ class ModelLayers:
 
 
 # Attention
-
-
-def _attention_layers(model: ModelLayers) -> tuple[Layer, ...]:
-    seams: dict[type, Layer | None] = {}
-    layers, decoder = [], model.decoder
-    for name, module in model.text_modules.items():
-        cls = type(module)
-        if cls not in seams:
-            seams[cls] = _seam_of(module)
-        found = seams[cls]
-        if found is not None:
-            layers.append(replace(found, name=name, module=module))
-    users = layers and find_masks.of_the_user(decoder, model.mask_makers[type(decoder)])
-    if users or any(_only_by_document(layer, decoder) for layer in layers):
-        site = of_forward(decoder, _as_it_is)
-        layers = [replace(layer, seam="document", site=site, others=()) for layer in layers]
-    return tuple(layers)
 
 
 def _only_by_document(layer: Layer, decoder: Model) -> bool:
@@ -168,18 +158,14 @@ def _seam_of(module: torch.nn.Module) -> Layer | None:
     site = formula.formula_of(home, module)
     if site is None:
         return None
-    return Layer(
-        "", "formula", site, by_itself=isinstance(site.make, formula.ByFormula) and site.make.classes[1] is None
-    )
+    by_itself = isinstance(site.make, formula.ByFormula) and site.make.classes[1] is None
+    return Layer("", "formula", site, by_itself=by_itself)
 
 
 def claims_flash_attention(model: ModelLayers) -> bool:
     # A flag of the model says so, or attention layers with flash code of their own.
-    said = any(
-        getattr(part, name, False)
-        for part in model.entered
-        for name in ("_supports_flash_attn", "_supports_flash_attn_2")
-    )
+    flags = ("_supports_flash_attn", "_supports_flash_attn_2")
+    said = any(getattr(part, name, False) for part in model.entered for name in flags)
     return said or any(layer.seam != "interface" for layer in model.attention)
 
 

@@ -75,11 +75,7 @@ def of_the_user(model: Model, made_by: Iterable[Maker]) -> Any:
         if on_the_object is not None and not is_known(on_the_object):
             return on_the_object
     config = getattr(model, "config", None)  # a layer by itself has none
-    return registered_by_the_user(getattr(config, "_attn_implementation", None))
-
-
-def registered_by_the_user(implementation: object) -> Any:
-    found = inspecting.dictionary_in(*REGISTERED).get(implementation)
+    found = inspecting.dictionary_in(*REGISTERED).get(getattr(config, "_attn_implementation", None))
     return None if found is None or is_known(found) else found
 
 

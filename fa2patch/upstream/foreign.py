@@ -17,7 +17,7 @@ from typing import Any, Callable
 import torch
 
 from .._torch import compiling, constant
-from .._types import Args, Call, Function, Model
+from .._types import Call, Function, Model
 from ..documents.names import LABELS, LENGTHS, LOSS_LABELS, REAL
 from ..errors import PackingNotIsolated
 from . import inspecting
@@ -193,13 +193,18 @@ def refuse_bypassed(model: Model, forward: Function, call: Call) -> None:
     # no callers, so that every such batch is refused there.
     function, given = getattr(forward, "__func__", forward), None
     if not compiling():
-        code, given = code_called(function), _given(model, function)
+        code = code_called(function)
+        around = {torch.nn.Module._call_impl.__code__, *({function.__code__} if _is_ours(function) else ())}
+        called = [found for one, its, found in inspecting.modules_called() if one is model and its in around]
+        given = (called[-1]["args"], called[-1]["kwargs"]) if called else None  # else it was called past torch and us
         led_here = code is None or any(frame.f_code is code for frame in inspecting.running())
         handed_on = (getattr(function, "__wrapped__", None), model.__dict__.get(HOOKED), *getattr(function, "args", ()))
         if not led_here or all(is_known(each) for each in (function, *filter(callable, handed_on))):
             return
-        if given is not None and _has_all(call, *given):
-            return
+        if given is not None:  # labels may be passed by name or without one
+            arrived, of_labels = {*map(id, call.values())}, [*given[0], *passed(given[1], LABELS).values()]
+            if all(isinstance(each, (int, float, str, type(None))) or id(each) in arrived for each in of_labels):
+                return
     name, code = type(model).__name__, code_called(below_ours(function))
     by = "an object" if code is None else f"{code.co_name} ({code.co_filename}, line {code.co_firstlineno})"
     if given is not None and given[0]:
@@ -213,20 +218,6 @@ def refuse_bypassed(model: Model, forward: Function, call: Call) -> None:
         "past fa2patch: the labels of its packed batch would cross documents. Call fa2patch.apply(model) again, after "
         "what replaces the forward."
     )
-
-
-def _given(model: Model, forward: Function) -> tuple[Args, Call] | None:
-    # None: the foreign forward was called past torch and us.
-    around = {torch.nn.Module._call_impl.__code__, *({forward.__code__} if _is_ours(forward) else ())}
-    called = [found for module, code, found in inspecting.modules_called() if module is model and code in around]
-    return (called[-1]["args"], called[-1]["kwargs"]) if called else None
-
-
-def _has_all(call: Call, args: Args, kwargs: Call) -> bool:
-    # Labels may be passed by name or without one.
-    arrived = {id(value) for value in call.values()}
-    of_labels = [*args, *passed(kwargs, LABELS).values()]
-    return all(isinstance(each, (int, float, str, type(None))) or id(each) in arrived for each in of_labels)
 
 
 def explain_rejected(model: Any, call: Call, error: TypeError) -> None:

@@ -56,7 +56,7 @@ def entered(original: Function) -> Function:
         step = Step(self, patch, role, calls, args, call)
         _recognise(step)
         budget = patch.budget
-        output = prepare(step)(step, step.mask) if budget is None else budget.computed(step, _computed)
+        output = prepare(step)(step, step.mask) if budget is None else budget.computed(step)
         for trait, found in patch.after:
             output = trait.after(step, found, output)
         output = heads.after(step, output)
@@ -81,10 +81,6 @@ def entered(original: Function) -> Function:
     return forward
 
 
-def _computed(step: Step) -> Any:
-    return prepare(step)(step, step.mask)
-
-
 def _without_names(patch: Patched, role: Role, original: Function, module: Any, args: Args, kwargs: Call) -> Any:
     # Other code put a forward of *args here. The forwards below it find what is packed.
     if role.innermost or compiling():
@@ -104,10 +100,10 @@ def _without_names(patch: Patched, role: Role, original: Function, module: Any, 
 
 
 def _recognise(step: Step) -> None:
-    role, call = step.role, step.call
+    role, facts, calls, call = step.role, step.patch.facts, step.calls, step.call
     if role.innermost and not step.captured:
         thread.times += 1
-    given, carried = call.get("attention_mask"), call.get(step.patch.facts.carrier)
+    given, carried = call.get("attention_mask"), call.get(facts.carrier)
     if isinstance(given, dict):
         step.mask = mask_among([*given.values(), carried])
     else:
@@ -127,16 +123,19 @@ def _recognise(step: Step) -> None:
             f"a model around this {type(step.module).__name__} made a mask for every query of a packed batch, and "
             "what it says beyond documents is not known. Please report the model; until then train it padded."
         )
-    step.places = role.innermost or role.pools or _carries_itself(step)
+    # Another model passes the mask itself where position_ids do not reach the base model.
+    # Gemma 3: the causal LM makes masks for its inner model, which is handed the packed mask instead;
+    # the **kwargs of Falcon's and Phi's token classifiers pass position_ids to no other module
+    swallows = "position_ids" not in calls.names and not role.predicts_the_next
+    stops = facts.makes_masks or facts.stops_ids or swallows or not calls.takes_ids
+    step.places = role.innermost or role.pools or not role.outermost or stops
 
 
 def _unprepared_by(step: Step) -> Any:
     """The foreign forward of the outermost model that may have led here past what prepares its labels; or None."""
-    role = step.role
-    outermost = role.outermost
-    if outermost == role.innermost:
+    patch, outermost = step.patch, step.role.outermost
+    if outermost == step.role.innermost:
         return None
-    patch = step.patch
     around = step.module if outermost else patch.model
     if foreign.on_top(around) and (step.captured or patch not in thread.unnamed):
         return None
@@ -152,13 +151,12 @@ def _unprepared_by(step: Step) -> Any:
 def _was_found_dense(step: Step) -> bool:
     # An outer model may also have made a mask for every query, or one for each kind of layer.
     ids, mask, around = step.call.get("position_ids"), step.call.get("attention_mask"), found_around(step)
+    if step.captured:
+        return is_for_queries(mask)
     for its_ids, its_mask in around:
         if its_ids is ids and its_mask is mask:
             return True
-    if not (around or step.captured):
-        return False
-    made = is_for_queries(mask) or isinstance(mask, dict)  # flash attention's are [batch, length]: Gemma 3
-    return (bool(around) and made) or (step.captured and is_for_queries(mask))
+    return bool(around) and (isinstance(mask, dict) or is_for_queries(mask))  # flash's are [batch, length]: Gemma 3
 
 
 def find_mask(step: Step, piece: attached.Piece | None, unprepared_by: Any = None) -> PackedMask | None:
@@ -170,14 +168,20 @@ def find_mask(step: Step, piece: attached.Piece | None, unprepared_by: Any = Non
     tokens = step.call.get("inputs_embeds") if tokens is None else tokens
     # no tokens if there are none, or in one dimension (GPT-2)
     shape = (tokens.shape[0], tokens.shape[1]) if getattr(tokens, "ndim", 0) > 1 else (0, 0)
-    real = real_tokens(step.call, shape) if REAL in step.call else None
+    # A collator's padding is a document already. What it says of it, [batch, length] with 0 in the padding, becomes the
+    # mask that router losses weigh tokens by.
+    real = step.call.pop(REAL, None)
+    if real is not None and not (isinstance(real, torch.Tensor) and real.shape == shape):
+        raise BadBatch(
+            f"{REAL}: expected a tensor {list(shape)}, 0 in the padding and 1 elsewhere, found {described(real)}. Pass "
+            "it as the collator made it, or leave it out if the row has no padding."
+        )
     if piece is not None and (piece.content is None or piece.content.shape == shape):
         piece.delivered = True
         riding: PackedMask | None = piece.content
         return riding
-    part = None
-    if not step.by_hook and (around or step.role.innermost):
-        part = row_part(step.module, step.call)
+    splits = not step.by_hook and (around or step.role.innermost)
+    part = row_part(step.module, step.call) if splits else None
     if around:
         step.call = stated.translated(step.call, step.calls.names, shape)
         ids = step.call.get("position_ids")
@@ -188,7 +192,9 @@ def find_mask(step: Step, piece: attached.Piece | None, unprepared_by: Any = Non
     made_inside = step.role.innermost and any([ids is None and mask is given for ids, mask in found_around(step)])
     training = step.module.training and torch.is_grad_enabled()
     one_per_token = step.role.predicts_the_next or step.role.innermost
-    always = not step.calls.takes_ids and _would_be_an_error(step)
+    # DistilBERT takes no position_ids up to 4.57 and raises for them. So its row is packed, also one of a single
+    # document, as an epoch's last batch may be. A call with a cache cannot be packed: upstream raises its own error.
+    always = not step.calls.takes_ids and call.get("position_ids") is not None and not caches.held(call)
     as_given = {**call}  # for a proof, which runs it again: position ids that are made below may seem to restart
     found = packed_mask_of(call, patch, made_inside, training, part, may_be_packed=one_per_token, always=always)
     if found is None:
@@ -205,35 +211,6 @@ def find_mask(step: Step, piece: attached.Piece | None, unprepared_by: Any = Non
     if real is not None and step.calls.takes(MASK):
         call[MASK] = real
     return found
-
-
-def real_tokens(call: Call, shape: tuple[int, int]) -> torch.Tensor | None:
-    # A collator's padding is a document already. What it says of it, [batch, length] with 0 in the padding, becomes the
-    # mask that router losses weigh tokens by.
-    real = call.pop(REAL, None)
-    if real is None:
-        return None
-    if not isinstance(real, torch.Tensor) or tuple(real.shape) != shape:
-        raise BadBatch(
-            f"{REAL}: expected a tensor {list(shape)}, 0 in the padding and 1 elsewhere, found {described(real)}. Pass "
-            "it as the collator made it, or leave it out if the row has no padding."
-        )
-    return real
-
-
-def _would_be_an_error(step: Step) -> bool:
-    # DistilBERT takes no position_ids up to 4.57 and raises for them. So its row is packed, also one of a single
-    # document, as an epoch's last batch may be. A call with a cache cannot be packed: upstream raises its own error.
-    return step.call.get("position_ids") is not None and not caches.held(step.call)
-
-
-def _carries_itself(step: Step) -> bool:
-    # An outer model passes the mask itself where position_ids do not reach the base model.
-    # Gemma 3: the causal LM makes masks for its inner model, which is handed the packed mask instead;
-    # the **kwargs of Falcon's and Phi's token classifiers pass position_ids to no other module
-    role, facts, calls = step.role, step.patch.facts, step.calls
-    swallows = "position_ids" not in calls.names and not role.predicts_the_next
-    return not role.outermost or facts.makes_masks or facts.stops_ids or swallows or not calls.takes_ids
 
 
 # 3. Labels, heads, positions and traits change the call

@@ -35,36 +35,24 @@ _ROW_ARGUMENTS = (
     "start_positions", "end_positions", "mc_token_ids", "mc_labels", "next_sentence_label", "sentence_order_label",
 )  # fmt: skip
 
-# the variable for the number of rows of one question in the forwards of all Transformers versions
-_CHOICES = "num_choices"
-
-# the variable for the similarity of texts and images in the forwards of CLIP and similar models
-_COMPARES = "logits_per_text"
-
-# the config entry by which a forward chooses the loss for one label per row; token classifiers do not read it
-_CLASSIFIES = "problem_type"
-
 _READS_ALL = re.compile("SequenceClassification|CausalLM|LMHead|MaskedLM|TokenClassification")
 
 
 def look(model: ModelLayers, facts: Facts) -> None:
-    facts.row_head = _reads_first_tokens(model) or one_result_per_row(model.model)
+    # Next sentence prediction and choices read the pooler's vector of a row's first token.
+    head = inspecting.defining(type(model.model), "forward")  # a subclass may define no forward of its own
+    pooler = getattr(model.decoder, "pooler", None)
+    pooled = model.model is not model.decoder and isinstance(pooler, torch.nn.Module)
+    if pooled and not _READS_ALL.search(head.__name__):
+        facts.row_head = f"reads one vector per row, made of its first token by {type(pooler).__name__}"
+    else:
+        facts.row_head = one_result_per_row(model.model)
     if facts.row_head and not facts.padded:
         raise UnsupportedModel(
             f"{model} {facts.row_head}, and a packed row holds many documents. Nothing was patched. Train it padded: "
             "fa2patch.apply(model, padded_batches=True) computes its padded batches packed, unless the head reads "
             "padding, too (a softmax over the row, as for question answering). Or train it without that head."
         )
-
-
-def _reads_first_tokens(model: ModelLayers) -> str:
-    # Next sentence prediction and choices read the pooler's vector of a row's first token.
-    head = inspecting.defining(type(model.model), "forward")  # a subclass may define no forward of its own
-    pooler = getattr(model.decoder, "pooler", None)
-    pooled = model.model is not model.decoder and isinstance(pooler, torch.nn.Module)
-    if not pooled or _READS_ALL.search(head.__name__):
-        return ""
-    return f"reads one vector per row, made of its first token by {type(pooler).__name__}"
 
 
 def before(step: Step) -> None:
@@ -85,8 +73,7 @@ def before(step: Step) -> None:
         refuse_arguments_of_rows(step.module, step.call, mask, LABELS if role.predicts_the_next else ())
     elif step.places:
         mask.require_whole_rows("a head that pools the last token of each document")
-        step.call, piece = pooled_by_document(step.module, step.call, mask)
-        step.pieces.append(piece)
+        _pool_documents(step, mask)
 
 
 def after(step: Step, output: Any) -> Any:
@@ -94,9 +81,14 @@ def after(step: Step, output: Any) -> Any:
     if mask is None or step.handed:
         return output
     if role.innermost:
-        if getattr(output, "pooler_output", None) is None and not isinstance(output, tuple):
-            return output
-        return pool_documents(step.module, output, mask)
+        # pooler_output becomes [documents, hidden] instead of [batch, hidden], and a run of padding counts as a
+        # document. Without a module `pooler` it becomes None. Hidden states [batch, length, hidden] come first.
+        pools = step.module._modules.get("pooler") is not None
+        if isinstance(output, tuple) and pools:
+            return (output[0], _pooler_output(step.module, output[0], mask.boundaries), *output[2:])
+        if getattr(output, "pooler_output", None) is not None:
+            output["pooler_output"] = _pooler_output(step.module, output[0], mask.boundaries) if pools else None
+        return output
     if role.outermost and not role.pools:
         refuse_outputs_of_rows(step.module, output, step.call, mask, role.predicts_the_next)
     return output
@@ -108,11 +100,12 @@ def one_result_per_row(model: Model) -> str:
         taken = [name for name in _ROW_ARGUMENTS if inspecting.takes(forward, name)]
         if taken:
             return f"takes {taken[0]}, which says one thing of each row"
-        if inspecting.has_variable(forward, _CHOICES):
+        if inspecting.has_variable(forward, "num_choices"):  # rows of one question, in all Transformers versions
             return f"pools one vector per row, to score choices in {cls.__name__}.forward"
-        if inspecting.has_variable(forward, _COMPARES):
+        if inspecting.has_variable(forward, "logits_per_text"):  # CLIP and similar models
             return f"pools one vector per row, to compare texts with images or sounds in {cls.__name__}.forward"
-        pools = inspecting.has_variable(forward, POOLED) or inspecting.reads_name(forward, _CLASSIFIES)
+        # by `problem_type`, a forward chooses the loss for one label per row; token classifiers do not read it
+        pools = inspecting.has_variable(forward, POOLED) or inspecting.reads_name(forward, "problem_type")
         if pools and not pools_documents(model):
             return f"pools one vector per row, in another way than by its last token ({cls.__name__}.forward)"
     return ""
@@ -133,8 +126,8 @@ def refuse_arguments_of_rows(model: Model, call: Call, mask: PackedMask, looked_
         if value.shape[-1] != mask.shape[1] and value.shape[0] == mask.shape[0]:
             raise PackingNotIsolated(
                 f"{type(model).__name__} was handed {name} {list(value.shape)} with a packed batch of "
-                f"{_documents(mask)}: a value for each row says nothing of "
-                "documents. Expected tensors with a value for each token. Train this model padded."
+                f"{_documents(mask)}: a value for each row says nothing of documents. Expected tensors with a value "
+                "for each token. Train this model padded."
             )
 
 
@@ -143,11 +136,8 @@ def refuse_outputs_of_rows(model: Model, output: Any, call: Call, mask: PackedMa
     # predicted token, [batch, length - 1] (TRL's fused head). In a compiled graph that does not know the number of
     # documents, there may be more of them than rows.
     one_each = not mask.boundaries.uncounted and len(mask.boundaries) <= mask.shape[0]
-    if one_each:
+    if one_each or passed(call, FEWER_LOGITS):
         return
-    for asks in FEWER_LOGITS:
-        if call.get(asks) is not None:
-            return
     named = output.items() if hasattr(output, "items") else enumerate(output if isinstance(output, tuple) else [output])
     for name, value in named:
         if not isinstance(value, torch.Tensor) or value.dim() not in (1, 2) or value.shape[0] != mask.shape[0]:
@@ -159,8 +149,8 @@ def refuse_outputs_of_rows(model: Model, output: Any, call: Call, mask: PackedMa
         if tuple(value.shape) not in of_tokens and not may_be_loss:
             raise PackingNotIsolated(
                 f"{type(model).__name__} returned {name} {list(value.shape)}, one for each row, for a packed batch of "
-                f"{_documents(mask)}: its head pools whole rows. Train this "
-                "model padded, or pool the last hidden states document by document."
+                f"{_documents(mask)}: its head pools whole rows. Train this model padded, or pool the last hidden "
+                "states document by document."
             )
 
 
@@ -251,24 +241,28 @@ class _Output(tuple[torch.Tensor]):
         return self[0] if name == "last_hidden_state" else None
 
 
-def pooled_by_document(model: Model, call: Call, mask: PackedMask) -> tuple[dict[str, Any], attached.Piece]:
+def _pool_documents(step: Step, mask: PackedMask) -> None:
     # The new tokens are [documents, 1], or [documents, 1, hidden] for embeddings.
+    model, call, pad = step.module, step.call, _padding(step.module)
     name, whole = next(iter(passed(call, TOKENS).items()))
-    pad = _padding(model)
     tokens = _pooled_tokens(model, mask, whole, pad if name == "input_ids" else None)
     given = call.get("attention_mask")
     if isinstance(given, torch.Tensor) and given.dim() == 2:  # without documents that it marks as padding
-        tokens = tokens[given.flatten()[_first_tokens(mask.boundaries).to(given.device)].to(tokens.device) != 0]
+        tree, lengths = mask.boundaries.tree, mask.boundaries.lengths
+        # the segment in which each document ends, without empty documents, and its first token
+        ends = [number for number, length in enumerate(lengths) if length] if tree is None else tree.leaves
+        first = torch.tensor([0, *lengths])[:-1].cumsum(0)[ends].to(given.device)
+        tokens = tokens[given.flatten()[first].to(tokens.device) != 0]
     if pad is None and len(tokens) > 1:
         raise BadBatch(
             f"{type(model).__name__} has no pad_token_id in its config, and pools no more than one vector without. "
             "Set model.config.pad_token_id to an id that no document ends in."
         )
-    ride = attached.Piece(attached.POOLED, Pooled({name: whole}, tokens, mask.shape))
-    call = {**call, name: attached.attach(whole.flatten(0, 1)[tokens][:, None], ride)}
+    piece = attached.Piece(attached.POOLED, Pooled({name: whole}, tokens, mask.shape))
+    step.pieces.append(piece)
+    step.call = {**call, name: attached.attach(whole.flatten(0, 1)[tokens][:, None], piece)}
     if call.get("labels") is not None:
-        call["labels"] = _one_per_document(call["labels"], len(tokens))
-    return call, ride
+        step.call["labels"] = _one_per_document(call["labels"], len(tokens))
 
 
 def refuse_failed_hooks(head: Model, base: Any, error: Exception) -> None:
@@ -304,13 +298,6 @@ def _pooled_tokens(model: Model, mask: PackedMask, whole: torch.Tensor, pad: int
     return documents.end_to_end(tokens)[ends - lengths + last]
 
 
-def _first_tokens(boundaries: Boundaries) -> torch.Tensor:
-    # the first token of the segment in which each document ends, without empty documents
-    tree, lengths = boundaries.tree, boundaries.lengths
-    ends = [number for number, length in enumerate(lengths) if length] if tree is None else tree.leaves
-    return torch.tensor([0, *lengths])[:-1].cumsum(0)[ends]
-
-
 def _one_per_document(labels: object, documents: int) -> torch.Tensor:
     found = f"{list(labels.shape)}" if isinstance(labels, torch.Tensor) else type(labels).__name__
     if isinstance(labels, torch.Tensor):
@@ -321,17 +308,6 @@ def _one_per_document(labels: object, documents: int) -> torch.Tensor:
         f"labels: expected one for each of the batch's {documents} documents, [{documents}] or [1, {documents}], or "
         f"[{documents}, num_labels]; found {found}. DataCollatorWithFlattening(document_labels=True) makes them."
     )
-
-
-def pool_documents(model: Model, output: Any, mask: PackedMask) -> Any:
-    # pooler_output becomes [documents, hidden] instead of [batch, hidden], and a run of padding counts as a document.
-    # Without a module `pooler` it becomes None. Hidden states [batch, length, hidden] come first in the output.
-    pools = model._modules.get("pooler") is not None
-    if isinstance(output, tuple):
-        return (output[0], _pooler_output(model, output[0], mask.boundaries), *output[2:]) if pools else output
-    if getattr(output, "pooler_output", None) is not None:
-        output["pooler_output"] = _pooler_output(model, output[0], mask.boundaries) if pools else None
-    return output
 
 
 @uncompiled

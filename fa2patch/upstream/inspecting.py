@@ -93,21 +93,19 @@ def draws(function: object) -> bool:
 
 def names_within(function: object) -> frozenset[str]:
     """The global names and attributes that a function's code uses, and that of functions that are defined in it."""
-    code = code_called(function)
-    return frozenset(() if code is None else (name for each in _with_nested(code) for name in each.co_names))
+    return frozenset(name for code in _with_nested(code_called(function)) for name in code.co_names)
 
 
 def words_within(function: object) -> frozenset[str]:
     # Texts count too, because `getattr` finds an attribute by a text.
-    code = code_called(function)
-    constants = () if code is None else (value for each in _with_nested(code) for value in each.co_consts)
+    constants = (value for code in _with_nested(code_called(function)) for value in code.co_consts)
     return names_within(function).union(value for value in constants if isinstance(value, str))
 
 
-def _with_nested(code: CodeType) -> Iterator[CodeType]:
-    yield code
-    for value in code.co_consts:
-        if isinstance(value, CodeType):
+def _with_nested(code: object) -> Iterator[CodeType]:
+    if isinstance(code, CodeType):
+        yield code
+        for value in code.co_consts:
             yield from _with_nested(value)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import sys
 from types import FunctionType
-from typing import Any
+from typing import Any, Union
 
 import torch
 
@@ -29,7 +29,7 @@ from ..documents.names import (
     TOKENS,
 )
 from ..documents.stated import require_no_first_labels
-from ..documents.tensors import Check, described, require, require_all
+from ..documents.tensors import described, require
 from ..errors import BadBatch, PackingNotIsolated
 from . import inspecting
 from .calls import passed
@@ -39,7 +39,8 @@ from .step import Step, Trait, Weighted
 from .ulysses import RowPart
 
 _LOSSES = "transformers.loss.loss_utils"
-_SHIFTED = "ForCausalLMLoss"
+
+Kept = Union[slice, torch.Tensor]  # an index of the tokens in a row whose logits are asked for
 
 
 def before(step: Step) -> None:
@@ -47,9 +48,13 @@ def before(step: Step) -> None:
         _take_weighted(step)
     if step.mask is None or step.role.innermost:
         return
-    weights = step.call.get(LOSS_WEIGHTS) if step.call.get(LOSS_LABELS) is None else None
-    if weights is not None and LOSS_WEIGHTS not in step.calls.names:
-        raise BadBatch(_UNUSED)
+    unused = step.call.get(LOSS_WEIGHTS) is not None and step.call.get(LOSS_LABELS) is None
+    if unused and LOSS_WEIGHTS not in step.calls.names:
+        raise BadBatch(
+            "loss_weights came without loss_labels: expected the batch of a collator with "
+            'DataCollator...(loss_weights="token"), which takes this column of the examples, because beside ordinary '
+            "labels weights change nothing. Set that option, or leave the column out."
+        )
     if step.role.predicts_the_next and not step.role.pools:
         given = passed(step.call, LABELS)
         if given:
@@ -77,7 +82,9 @@ def _ignore_first(step: Step, mask: PackedMask, given: Call) -> None:
     shape, kept = mask.shape, kept_logits(step.call)
     if mask.part is not None:
         _require_shifted(step.module, given, kept)
-    of_loss = _ignored_by(step.module)
+    # A graph cannot look at functions, so -100 is taken there.
+    loss = None if compiling() else _loss_function(step.module)
+    of_loss = IGNORED_LABEL if loss is None else int(inspecting.default_of(loss, IGNORE_INDEX, IGNORED_LABEL))
     # Some models do not hand ignore_index on to their loss, which then ignores another label.
     asked = step.call.pop(IGNORE_INDEX, None) if step.calls.takes(IGNORE_INDEX) else None
     ids = step.call.get(TOKENS[0])
@@ -85,12 +92,6 @@ def _ignore_first(step: Step, mask: PackedMask, given: Call) -> None:
         labels = _replaced(labels, of_loss if asked is None else asked, IGNORED_LABEL)
         inside = inside_documents(labels, mask.boundaries, name, shape, kept, mask.part, ids)
         step.call[name] = _replaced(inside, IGNORED_LABEL, of_loss)
-
-
-def _ignored_by(model: Model) -> int:
-    # A graph cannot look at functions, so -100 is taken there.
-    loss = None if compiling() else _loss_function(model)
-    return IGNORED_LABEL if loss is None else int(inspecting.default_of(loss, IGNORE_INDEX, IGNORED_LABEL))
 
 
 def _replaced(labels: Any, one: int, by: int) -> Any:
@@ -121,8 +122,15 @@ def predicts_the_next(model: Model, sees_both_ways: bool) -> bool:
     # a masked LM does not shift them.
     loss = _loss_function(model)
     if getattr(loss, "__module__", None) == _LOSSES:
-        return bool(loss is getattr(sys.modules[_LOSSES], _SHIFTED))
-    return not sees_both_ways and _has_vocabulary_head(model)
+        return bool(loss is sys.modules[_LOSSES].ForCausalLMLoss)
+    if sees_both_ways:
+        return False
+    try:
+        head, rows = model.get_output_embeddings(), model.get_input_embeddings().weight.shape[0]
+    except (AttributeError, NotImplementedError):
+        head, rows = None, -1
+    own = (getattr(child, "weight", None) for child in model.children())
+    return head is not None or any(isinstance(weight, torch.Tensor) and weight.shape[0] == rows for weight in own)
 
 
 def _loss_function(model: Model) -> Any:
@@ -132,18 +140,8 @@ def _loss_function(model: Model) -> Any:
     return model.loss_function if asks and known and hasattr(type(model), "loss_function") else None
 
 
-def _has_vocabulary_head(model: Model) -> bool:
-    try:
-        head = model.get_output_embeddings()
-        rows = model.get_input_embeddings().weight.shape[0]
-    except (AttributeError, NotImplementedError):
-        head, rows = None, -1
-    own = (getattr(child, "weight", None) for child in model.children())
-    return head is not None or any(isinstance(weight, torch.Tensor) and weight.shape[0] == rows for weight in own)
-
-
-def kept_logits(call: Call) -> slice | torch.Tensor | None:
-    # The result is an index of a row. None stands for all tokens.
+def kept_logits(call: Call) -> Kept | None:
+    # None stands for all tokens.
     kept = None
     for name in FEWER_LOGITS:
         kept = call.get(name) if kept is None else kept
@@ -158,7 +156,7 @@ def inside_documents(
     documents: Boundaries,  # with `part`, those of the whole rows
     name: str,  # "labels", or "shift_labels", in which each label stands at the token that predicts it
     shape: tuple[int, int],
-    kept: slice | torch.Tensor | None,
+    kept: Kept | None,
     part: RowPart | None = None,
     ids: torch.Tensor | None = None,  # they tell what labels behind a gap of `kept` mean
 ) -> torch.Tensor:
@@ -198,12 +196,7 @@ def _crossing(documents: Boundaries, name: str, tokens: int) -> torch.Tensor:
 
 
 def _inside_of_fewer(
-    labels: torch.Tensor,
-    documents: Boundaries,
-    name: str,
-    shape: tuple[int, int],
-    kept: slice | torch.Tensor,
-    ids: torch.Tensor | None,
+    labels: torch.Tensor, documents: Boundaries, name: str, shape: tuple[int, int], kept: Kept, ids: torch.Tensor | None
 ) -> torch.Tensor:
     # The model shifts labels by one: the logit of one kept token predicts the label behind it in the cut labels. That
     # label is ignored if the token is its document's last.
@@ -234,20 +227,18 @@ def _without_gaps(
     at = torch.arange(shape[1], device=labels.device)[kept.to(labels.device)]
     document = document_of(documents.cu_seqlens.to(labels.device), shape[0] * shape[1]).view(shape)[:, at]
     behind = (document[:, 1:] != document[:, :-1]) & (labels[:, 1:] != IGNORED_LABEL)
-    if ids is None:
-        own = other = torch.zeros_like(behind)
-    else:
+    own = other = torch.zeros_like(behind)
+    if ids is not None:
         ids = ids.to(labels.device)
         own, other = labels[:, 1:] == ids[:, (at[:-1] + 1).clamp(max=shape[1] - 1)], labels[:, 1:] == ids[:, at[1:]]
-    require_all([Check((~behind | own | other).all(), BadBatch, _UNKNOWN_GAP)])
+    require(
+        (~behind | own | other).all(),
+        BadBatch,
+        "labels: logits_to_keep leaves out the end of a document, and the next label is neither the token behind the "
+        "last kept one nor the next kept token, so it is not known whether it crosses documents. Keep every document's "
+        "last token, or set the label of each document's first kept token to -100.",
+    )
     return labels.masked_fill(torch.nn.functional.pad(behind & ~own, (1, 0)), IGNORED_LABEL)
-
-
-_UNKNOWN_GAP = (
-    "labels: logits_to_keep leaves out the end of a document, and the next label is neither the token behind the last "
-    "kept one nor the next kept token, so it is not known whether it crosses documents. Keep every document's last "
-    "token, or set the label of each document's first kept token to -100."
-)
 
 
 def _one_for_each(labels: torch.Tensor, shape: tuple[int, int]) -> bool:
@@ -258,26 +249,40 @@ def _one_for_each(labels: torch.Tensor, shape: tuple[int, int]) -> bool:
 
 _ITEMS = "num_items_in_batch"
 _MEANT = "loss_labels, which DataCollator...(loss_weights=...) makes"
-_UNUSED = (
-    "loss_weights came without loss_labels: expected the batch of a collator with "
-    'DataCollator...(loss_weights="token"), which takes this column of the examples, because beside ordinary labels '
-    "weights change nothing. Set that option, or leave the column out."
-)
 
 
 def _take_weighted(step: Step) -> None:
     # The model then computes no loss itself.
-    call = step.call
-    _require_logits(step)
+    role, call, model = step.role, step.call, type(step.module).__name__
+    learns = role.predicts_the_next and not role.innermost
+    if not learns or (step.by_hook and not step.calls.takes(LOSS_LABELS)):
+        raise BadBatch(f"{_MEANT}, came to {model}, which does not compute a causal LM's loss from them. {_INSTEAD}")
+    if call.get("fused_lm_head"):
+        raise BadBatch(f"{_MEANT}, came to {model} with fused_lm_head=True. {_INSTEAD}")
     if step.by_hook:  # another package's forward: the forward that it calls in the end is ours, or raises
         return
-    _require_labels(step)
+    labels, weights = call[LOSS_LABELS], call.get(LOSS_WEIGHTS)
+    if call.get("labels") is None:
+        raise BadBatch(
+            f"{_MEANT}, came without labels. label_smoothing_factor and compute_loss_func take them out, and "
+            "compute another loss. Leave these two out."
+        )
+    if not isinstance(weights, torch.Tensor) or not (weights.shape == labels.shape == call["labels"].shape):
+        raise BadBatch(
+            f"loss_weights: expected one for each of loss_labels {list(labels.shape)}, {described(weights)}."
+        )
+    require(
+        ((call["labels"] == IGNORED_LABEL) | (call["labels"] == COUNTED_LABEL)).all(),
+        BadBatch,
+        f"{_MEANT}, came with labels of tokens: expected labels that count what the weighted losses are divided by. "
+        'Let a collator make all three columns: loss_weights="token" takes weights of your own for each token.',
+    )
     other = _other_loss(step)
     if other:
         raise BadBatch(f"{_MEANT}, {other}")
     items = call.get(_ITEMS)
     counted = (call["labels"] != IGNORED_LABEL).sum() if items is None else items
-    step.weighted = Weighted(call[LOSS_LABELS], call[LOSS_WEIGHTS], counted)
+    step.weighted = Weighted(labels, weights, counted)
     taken = (*LABELS, LOSS_LABELS, LOSS_WEIGHTS, _ITEMS)
     step.call = {name: value for name, value in call.items() if name not in taken}
 
@@ -288,38 +293,9 @@ _INSTEAD = (
 )
 
 
-def _require_logits(step: Step) -> None:
-    role, model = step.role, type(step.module).__name__
-    learns = role.predicts_the_next and not role.innermost
-    if not learns or (step.by_hook and not step.calls.takes(LOSS_LABELS)):
-        raise BadBatch(f"{_MEANT}, came to {model}, which does not compute a causal LM's loss from them. {_INSTEAD}")
-    if step.call.get("fused_lm_head"):
-        raise BadBatch(f"{_MEANT}, came to {model} with fused_lm_head=True. {_INSTEAD}")
-
-
-def _require_labels(step: Step) -> None:
-    call, labels, weights = step.call, step.call[LOSS_LABELS], step.call.get(LOSS_WEIGHTS)
-    if call.get("labels") is None:
-        raise BadBatch(
-            f"{_MEANT}, came without labels. label_smoothing_factor and compute_loss_func take them out, and "
-            "compute another loss. Leave these two out."
-        )
-    if not isinstance(weights, torch.Tensor) or weights.shape != labels.shape or call["labels"].shape != labels.shape:
-        raise BadBatch(
-            f"loss_weights: expected one for each of loss_labels {list(labels.shape)}, {described(weights)}."
-        )
-    require(
-        ((call["labels"] == IGNORED_LABEL) | (call["labels"] == COUNTED_LABEL)).all(),
-        BadBatch,
-        f"{_MEANT}, came with labels of tokens: expected labels that count what the weighted losses are divided by. "
-        'Let a collator make all three columns: loss_weights="token" takes weights of your own for each token.',
-    )
-
-
 def _other_loss(step: Step) -> str:
     # The result is the end of an error's text. It is empty if nothing makes the loss another one than the weighted.
-    call = step.call
-    fewer = passed(call, FEWER_LOGITS)
+    call, fewer = step.call, passed(step.call, FEWER_LOGITS)
     if any(not (isinstance(kept, int) and kept == 0) for kept in fewer.values()):
         return f"need all logits, but {', '.join(fewer)} was passed. Leave it out."
     if call.get("shift_labels") is not None or (step.mask is not None and step.mask.part is not None):
@@ -333,8 +309,8 @@ def _other_loss(step: Step) -> str:
     config = inspecting.text_config(step.module.config)
     if getattr(config, "output_router_logits", False) if asked is None else asked:
         return (
-            f"came to {type(step.module).__name__} with output_router_logits=True, which adds the router's "
-            "own loss. Set model.config.output_router_logits = False."
+            f"came to {type(step.module).__name__} with output_router_logits=True, which adds the router's own loss. "
+            "Set model.config.output_router_logits = False."
         )
     return ""
 
@@ -350,8 +326,9 @@ class RouterLoss(Trait):
 
     def finds(self, model: ModelLayers) -> bool | None:
         around = [forward for each in model.entered[:-1] for forward in inspecting.forwards_that_run(type(each))]
-        reads = [forward for forward in around if inspecting.reads_name(forward, LOGITS)]
-        weighs = any(inspecting.takes(function, MASK) for forward in reads for function in _called(forward))
+        reads = [inspect.unwrap(forward) for forward in around if inspecting.reads_name(forward, LOGITS)]
+        called = [each.__globals__.get(name) for each in reads for name in inspecting.names_read(each)]
+        weighs = any(isinstance(each, FunctionType) and inspecting.takes(each, MASK) for each in called)
         return True if reads and not weighs else None
 
     def after(self, step: Step, found: Any, output: Any) -> Any:
@@ -365,15 +342,9 @@ class RouterLoss(Trait):
         return output
 
 
-def _called(forward: Any) -> list[FunctionType]:
-    known = inspect.unwrap(forward).__globals__
-    return [known[name] for name in inspecting.names_read(forward) if isinstance(known.get(name), FunctionType)]
-
-
 def _of_real(value: Any, real: torch.Tensor) -> Any:
     # `value` may be a tuple of each layer's router logits [tokens, experts].
-    if not isinstance(value, tuple):
-        return value
-    if not all(isinstance(layer, torch.Tensor) and layer.dim() == 2 and len(layer) == len(real) for layer in value):
-        return value
-    return tuple(layer[real.to(layer.device)] for layer in value)
+    of_tokens = isinstance(value, tuple) and all(
+        isinstance(layer, torch.Tensor) and layer.dim() == 2 and len(layer) == len(real) for layer in value
+    )
+    return tuple(layer[real.to(layer.device)] for layer in value) if of_tokens else value

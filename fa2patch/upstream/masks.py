@@ -35,12 +35,6 @@ _NUMBERED = "image_group_ids"  # the numbers of the pictures' blocks in Gemma 3 
 
 _HELD = (NUMBERS, "group_ids", _NUMBERED)  # the names that closures give to them, the newest first
 
-# a variable of 4.53's closure: tokens of type 1 that are no farther apart see each other, in several pictures too
-_BY_DISTANCE = "tokens_per_image"
-
-# a variable of Gemma 3's `_update_causal_mask`, which compares the types of two tokens
-_COMPARED = "token_type_mask"
-
 
 class Blocks(NamedTuple):
     """The blocks of a batch."""
@@ -66,13 +60,16 @@ def blocks_of(function: Function, variables: frozenset[str], given: Call) -> Blo
     types = given.get(TYPES)
     # From 4.50 to 4.52, Gemma 3's `_update_causal_mask` takes each run of tokens of type 1 for a picture. In the first
     # of these versions, all pictures of a row see each other.
-    if _COMPARED in variables:
+    if "token_type_mask" in variables:
         numbered = _NUMBERED in variables
         return None if types is None else Blocks(_pictures(types) if numbered else types - 1, types)
     # From 4.45 to 4.57, PaliGemma's `_update_causal_mask` lets all tokens see the tokens of type 0 (the prefix with the
     # picture) if there are labels, and all tokens see each other if there are none.
     if TYPES in variables and "is_training" in variables:
-        return _prefix(given, types)
+        training = given.get("is_training")
+        if (given["self"].training if training is None else training) and types is not None:
+            return Blocks(torch.where(types == 0, 0, -1), types, prefixes=True)
+        return Blocks(torch.zeros(1, 1, dtype=torch.int64), None)  # all tokens
     for name in (TYPES, MEDIA_TYPES):
         if given.get(name) is not None and largest(given[name]) > 0:
             raise _unknown(function, name)
@@ -82,8 +79,8 @@ def blocks_of(function: Function, variables: frozenset[str], given: Call) -> Blo
 def _of_closure(added: object) -> Blocks | None:
     held = inspecting.enclosed(added)
     types, numbers = held.get(TYPES), next((held[name] for name in _HELD if name in held), None)
-    if _BY_DISTANCE in held and isinstance(types, torch.Tensor):
-        return Blocks(types - 1, types)
+    if "tokens_per_image" in held and isinstance(types, torch.Tensor):
+        return Blocks(types - 1, types)  # 4.53: tokens of type 1 that are no farther apart, in several pictures too
     return Blocks(numbers, numbers) if isinstance(numbers, torch.Tensor) else None
 
 
@@ -96,15 +93,6 @@ def _pictures(types: torch.Tensor) -> torch.Tensor:
     inside = types == 1
     first = inside & ~torch.nn.functional.pad(inside, (1, 0))[:, :-1]
     return torch.where(inside, first.long().cumsum(1) - 1, -1)
-
-
-def _prefix(given: Call, types: Any) -> Blocks:
-    training = given.get("is_training")
-    if training is None:
-        training = given["self"].training
-    if training and types is not None:
-        return Blocks(torch.where(types == 0, 0, -1), types, prefixes=True)
-    return Blocks(torch.zeros(1, 1, dtype=torch.int64), None)  # all tokens
 
 
 def _unknown(function: Function, name: str) -> PackingNotIsolated:
@@ -127,10 +115,11 @@ def with_spans(mask: PackedMask, blocks: Blocks | None) -> PackedMask:
     if mask.part is not None or found.parents is not None:
         if largest(blocks.numbers) < 0:  # this reads them
             return mask
-        mask.require_whole_rows("tokens that see each other in both directions (a picture, or a prefix)")
+        tokens = "tokens that see each other in both directions (a picture, or a prefix)"
+        mask.require_whole_rows(tokens)
         raise PackingNotIsolated(
-            "a row with shared prompts (segment_parents) holds tokens that see each other in both directions (a "
-            "picture, or a prefix), which is not computed. Give every sequence a document of its own."
+            f"a row with shared prompts (segment_parents) holds {tokens}, which is not computed. Give every sequence a "
+            "document of its own."
         )
     known: tuple[object, Boundaries] | None = found.made.get(Blocks)
     if known is None or known[0] is not blocks.said:
@@ -139,13 +128,10 @@ def with_spans(mask: PackedMask, blocks: Blocks | None) -> PackedMask:
     return replace(mask, boundaries=known[1])
 
 
-# a method that puts pictures into the row; PaliGemma's (4.41 to 4.44) also makes the mask and the position ids
-MERGE = "_merge_input_ids_with_image_features"
-
-
 def look(model: ModelLayers, facts: Facts) -> list[Site]:
     for cls in map(type, model.entered):
-        merge = getattr(cls, MERGE, None)
+        # it puts pictures into the row; PaliGemma's (4.41 to 4.44) also makes the mask and the position ids
+        merge = getattr(cls, "_merge_input_ids_with_image_features", None)
         if merge is not None and inspecting.takes(merge, TYPES):
             raise UnsupportedModel(
                 f"{cls.__name__} makes the mask of its prefix while it merges pictures into the row, and makes "
@@ -165,7 +151,14 @@ def let_through(original: Function) -> Function:
     # The packed mask gets the sliding window or the chunks that the function would have put into its mask. Qwen2MoE in
     # 5.x needs that: its attention layers do not pass their window on to flash attention.
     names, variables = inspecting.parameter_names(original), inspecting.variables_of(original)
-    passes_on = _hands_blocks_on(original)
+    # Some have their masks made by others in their modeling module, which are told of blocks. In 5.0 they are given
+    # `token_type_ids` (Gemma 4: `mm_token_type_ids`). In 5.23 they are given the numbers of blocks, and in Gemma 4 only
+    # the mask of sliding layers has them. Functions of masking_utils are replaced in modeling modules only.
+    knows = not variables.isdisjoint((TYPES, MEDIA_TYPES, NUMBERS)) or inspecting.has_constant(
+        original, directions.ADDED
+    )
+    own = "masking_utils" not in original.__module__
+    passes_on = knows and own and any(map(FUNCTIONS.fullmatch, inspecting.names_read(original)))
 
     @functools.wraps(original)
     def make_mask(*args: Any, **kwargs: Any) -> Any:
@@ -222,25 +215,13 @@ def _registered(implementation: object) -> str:
 _of_the_user: dict[Any, tuple[Any, str]] = {}
 
 
-def _hands_blocks_on(function: Function) -> bool:
-    # Such a function has its masks made by others in its modeling module, which are told of blocks. In 5.0 it is given
-    # `token_type_ids` (Gemma 4: `mm_token_type_ids`). In 5.23 it is given the numbers of blocks, and in Gemma 4 only
-    # the mask of sliding layers has them.
-    told = (TYPES, MEDIA_TYPES, NUMBERS)
-    given = any(inspecting.has_variable(function, name) for name in told) or inspecting.has_constant(
-        function, directions.ADDED
-    )
-    own = "masking_utils" not in function.__module__  # its functions are replaced in modeling modules only
-    return given and own and any(FUNCTIONS.fullmatch(name) for name in inspecting.names_read(function))
-
-
 def _chunked(mask: PackedMask, config: Config) -> PackedMask:
-    if mask.rows[1] <= config.attention_chunk_size:
+    rows, size = mask.rows, config.attention_chunk_size
+    if rows[1] <= size:
         return mask  # no document is longer than its row
     if mask.boundaries.until is not None:
         raise PackingNotIsolated(
             "tokens that see each other in both directions came to layers with chunks (attention_chunk_size), which "
             "cut documents. Pack text only, or train padded."
         )
-    rows = mask.rows
-    return replace(mask, boundaries=mask.boundaries.chunked(config.attention_chunk_size, rows[0] * rows[1]))
+    return replace(mask, boundaries=mask.boundaries.chunked(size, rows[0] * rows[1]))

@@ -25,11 +25,6 @@ from .ulysses import RowPart
 
 MASK = "attention_mask"  # the forward argument that every version passes to every attention layer
 
-_NOT_A_TENSOR = (
-    "torch's {function} was called on a PackedMask: an attention layer was not patched by fa2patch. "
-    "Call fa2patch.revert(model), then fa2patch.apply(model) again; if it stays, please report it."
-)
-
 # Torch's own, whatever stands under their names later: Transformers' symbolic_trace leaves torch.tril replaced if it
 # fails, and what is called behind such a name is torch's own
 _OF_MASKS = (
@@ -57,7 +52,7 @@ class PackedMask:
     # A model around the text side made a mask for every query. Functions of the text side that make masks then hand it
     # on without a window (PaliGemma 2 in 4.53 to 4.57).
     outright: bool = False
-    # [batch, length], 0 for padding, from the batch's 2-D attention mask or `real_tokens`; None if it has neither
+    # [batch, length], 0 for padding, from the batch's 2-D attention mask or its `real_tokens`; None without
     real: torch.Tensor | None = field(default=None, repr=False)
     # The part of every row that this process holds. `shape` and `position_ids` are then those of the part.
     part: RowPart | None = None
@@ -84,11 +79,12 @@ class PackedMask:
                 f"{type(module).__name__} has is_causal=False, and had it not when the model was patched: labels and "
                 "masks were planned for a causal model. Call fa2patch.apply(model) again."
             )
-        quirks = self.facts.architecture
+        documents, quirks = self.boundaries, self.facts.architecture
         if quirks.adjust is not None:
             options = quirks.adjust(module, options)
         if quirks.queries is not None:
-            q = quirks.queries(module, q, self._counted())
+            positions = documents.positions_of(self.rows)  # counted from 0 along each document
+            q = quirks.queries(module, q, positions if self.part is None else self.part.own(positions))
         if self.window is not None or self.facts.windows_of_flash:
             options = replace(options, window=self.window_of(module, options.window))
         if isinstance(options.scale, torch.Tensor):
@@ -98,7 +94,6 @@ class PackedMask:
             q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
         if self.part is not None:
             q, k, v, options = self.part.all_tokens(q, k, v, options)
-        documents = self.boundaries
         trees, spans = documents.parents is not None, documents.until is not None
         if trees or spans:
             options = self._as_documents_ask(module, options)
@@ -189,11 +184,6 @@ class PackedMask:
         # (batch, length) of the whole rows, which `boundaries` describe
         return self.shape if self.part is None else self.part.rows(self.shape)
 
-    def _counted(self) -> torch.Tensor:
-        # Positions count from 0 along each document, int64 [batch, length].
-        positions = self.boundaries.positions_of(self.rows)
-        return positions if self.part is None else self.part.own(positions)
-
     def given(self, module: torch.nn.Module | None) -> None:
         # What is recorded here is checked after the forward.
         self.calls.append(None if compiling() else module)
@@ -260,7 +250,11 @@ class PackedMask:
             for value in args:
                 if isinstance(value, cls):
                     return value
-        raise TypeError(_NOT_A_TENSOR.format(function=getattr(function, "__name__", function)))
+        raise TypeError(
+            f"torch's {getattr(function, '__name__', function)} was called on a PackedMask: an attention layer was not "
+            "patched by fa2patch. Call fa2patch.revert(model), then fa2patch.apply(model) again; if it stays, please "
+            "report it."
+        )
 
     # Its values
 

@@ -22,10 +22,10 @@ from .._torch import autocast_uncached
 from .._types import Call
 from ..documents.boundaries import Boundaries
 from ..documents.names import LENGTHS, MEDIA, PARENTS
+from ..documents.row_shape import PLAIN, RowShape
 from ..errors import OverBudget
 from ..packing.budget import PASSES, check_budget, check_policy
 from ..packing.passes import Counts, Units, agreed, of_units
-from ..packing.still_shapes import PLAIN, StillShapes
 from . import attached, caches
 from .find_models import is_sharded
 from .forward import prepare, thread
@@ -39,7 +39,7 @@ class Budget:
 
     max_tokens: int  # of a pass
     too_long: str = "error"  # or "alone": a document of more tokens is a pass of its own
-    shapes: StillShapes = PLAIN  # of passes, if they are not those of their documents
+    shapes: RowShape = PLAIN  # of passes, if they are not those of their documents
     counts: Counts | None = None  # what was computed with gradients; None if nobody asks
     warned: set[str] = field(default_factory=set)  # why batches were computed at once all the same
     _whole: str = ""
@@ -179,7 +179,7 @@ def _units(boundaries: Boundaries, budget: Budget) -> list[_Unit]:
     return found
 
 
-def _pass(units: Sequence[_Unit], whole: Boundaries, shapes: StillShapes) -> Pass:
+def _pass(units: Sequence[_Unit], whole: Boundaries, shapes: RowShape) -> Pass:
     lengths = [length for unit in units for length in unit.lengths]
     tokens = np.concatenate([np.arange(*span) for unit in units for span in unit.spans])
     parents: list[int] = []

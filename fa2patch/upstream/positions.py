@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .._types import Config, Function, Model
+from .._types import Function, Model
 from ..documents.names import TOKENS
 from ..errors import UnsupportedModel
 from . import attached, inspecting
@@ -22,7 +22,7 @@ from .splitting import rotary_of_each
 from .step import Step, Trait
 
 # words in the last part of the names of modules and parameters that embed positions
-_POSITIONS = re.compile(r"[._](position|positions|pos|wpe|rotary|rope)(_[^.]*)?$")
+_POSITIONS = re.compile(r"(^|[._])(position|positions|pos|wpe|rotary|rope)(_[^.]*)?$")
 
 
 def look(model: ModelLayers, facts: Facts) -> list[Site]:
@@ -30,9 +30,13 @@ def look(model: ModelLayers, facts: Facts) -> list[Site]:
     counting, along = position_embeddings(modules), along_the_row(decoder, modules)
     reads = model.by_document or counting or along
     facts.first_position = first_position(modules)
-    facts.by_column = not (reads or facts.first_position) and embeds_positions(modules)
+    # BERT and GPT-2 have a table of positions, and rotary positions have none.
+    tables = (name for name, module in modules.items() if isinstance(module, torch.nn.Embedding))
+    facts.by_column = not (reads or facts.first_position) and any(map(_POSITIONS.search, tables))
     facts.row_positions = bool(along) and not model.by_document
-    unreachable = "" if reads else unreachable_positions(decoder, modules)
+    # A decoder whose forward reads no position ids counts positions along the row, by what embeds them.
+    names = chain(modules, (name for name, _ in decoder.named_parameters()))
+    unreachable = "" if reads or _may_read_ids(decoder) else next(filter(_POSITIONS.search, names), "")
     if unreachable:
         raise UnsupportedModel(
             f"{type(decoder).__name__}.forward reads no position_ids in this version of Transformers, and positions "
@@ -64,8 +68,9 @@ def look_at_rope(model: ModelLayers, facts: Facts) -> list[Site]:
 
 def before(step: Step) -> None:
     ids, facts, mask = step.call.get("position_ids"), step.patch.facts, step.mask
-    if isinstance(ids, torch.Tensor) and ids.dim() == 3 and not step.by_hook:
-        step.call["position_ids"] = without_text_axis(step.module, step.calls.original, ids)
+    four = isinstance(ids, torch.Tensor) and ids.dim() == 3 and len(ids) == 4  # with the text axis first
+    if four and not step.by_hook and _takes_three_axes(step.module, step.calls.original):
+        step.call["position_ids"] = step.call["position_ids"][1:]
     if mask is None:
         return
     if facts.row_positions and step.role.innermost:  # neither the model nor its embeddings take position ids
@@ -85,19 +90,6 @@ def first_position(modules: dict[str, Any]) -> int:
         if padding is not None and counts:
             return int(padding) + 1
     return 0
-
-
-def embeds_positions(modules: dict[str, Any]) -> bool:
-    # BERT and GPT-2 have a table of positions, and rotary positions have none.
-    tables = (name for name, module in modules.items() if isinstance(module, torch.nn.Embedding))
-    return any(_POSITIONS.search(f".{name}") for name in tables)
-
-
-def unreachable_positions(decoder: Model, modules: dict[str, Any]) -> str:
-    # A decoder whose forward reads no position ids counts positions along the row. The name is that of what embeds
-    # them.
-    names = chain(modules, (name for name, _ in decoder.named_parameters()))
-    return "" if _may_read_ids(decoder) else next((name for name in names if _POSITIONS.search(f".{name}")), "")
 
 
 def _may_read_ids(decoder: Model) -> bool:
@@ -185,18 +177,11 @@ def rotated_by_document(original: Function) -> Function:
     return forward
 
 
-def without_text_axis(model: Model, forward: Function, position_ids: Any) -> Any:
-    # Some decoders take three axes, and four came, [4, batch, length], with the text axis first.
-    if not isinstance(position_ids, torch.Tensor) or position_ids.dim() != 3 or len(position_ids) != 4:
-        return position_ids
+def _takes_three_axes(model: Model, forward: Function) -> bool:
+    settings = [getattr(model.config, name, None) for name in ("rope_scaling", "rope_parameters")]
+    three = any(len(found["mrope_section"]) == 3 for found in settings if found and "mrope_section" in found)
     loops = isinstance(model._modules.get("layers"), torch.nn.ModuleList)
-    takes_four = inspecting.has_constant(forward, 4)
-    return position_ids[1:] if loops and _rotates_by_three(model.config) and not takes_four else position_ids
-
-
-def _rotates_by_three(config: Config) -> bool:
-    settings = [getattr(config, name, None) for name in ("rope_scaling", "rope_parameters")]
-    return any(len(found["mrope_section"]) == 3 for found in settings if found and "mrope_section" in found)
+    return three and loops and not inspecting.has_constant(forward, 4)
 
 
 class RowLength(Trait):

@@ -84,29 +84,24 @@ def attention(model: ModelLayers, facts: Facts) -> list[Site]:
 
 def _require_layers(model: ModelLayers) -> None:
     # A block without such a layer counts only if its siblings have one and it may look at other tokens itself.
-    layers = list(model.layers)
     without = blocks_without(model)
-    if layers and not without:
+    if model.layers and not without:
         return
     blocks = ", ".join(f"{name} ({cls})" for name, cls in list(without.items())[:4]) or "no layer at all"
-    foreign = _foreign_forward(model.decoder)
     do = "Train this model padded, and please report it with the Transformers version."
-    if foreign:
-        do = f"{foreign}: train with what that package offers, or load the model without it."
-    raise LayerNotPatchable(
-        f"{type(model.decoder).__name__}: looked in every layer for attention with a seam (a module-level "
-        f"{inspecting.ATTENTION_FUNCTIONS[0]}, or attention written out) and found {len(layers)} such layers; "
-        f"without one: {blocks}. Nothing was patched. {do}"
-    )
-
-
-def _foreign_forward(decoder: Model) -> str:
-    """Name the first class of Transformers whose forward another package has replaced; empty if there is none."""
-    for cls in dict.fromkeys(map(type, named_modules(decoder).values())):
+    for cls in dict.fromkeys(map(type, named_modules(model.decoder).values())):
         home = str(getattr(inspecting.forward_of(cls), "__module__", ""))
         if cls.__module__.startswith("transformers.") and home.split(".")[0] not in ("transformers", "torch", ""):
-            return f"The forward of {cls.__name__} is not Transformers' own but that of {home}"
-    return ""
+            do = (
+                f"The forward of {cls.__name__} is not Transformers' own but that of {home}: train with what that "
+                "package offers, or load the model without it."
+            )
+            break
+    raise LayerNotPatchable(
+        f"{type(model.decoder).__name__}: looked in every layer for attention with a seam (a module-level "
+        f"{inspecting.ATTENTION_FUNCTIONS[0]}, or attention written out) and found {len(model.layers)} such layers; "
+        f"without one: {blocks}. Nothing was patched. {do}"
+    )
 
 
 def _attention_to_an_encoder(modules: dict[str, Any], attention: Iterable[str]) -> str:
@@ -129,26 +124,21 @@ def _attention_to_an_encoder(modules: dict[str, Any], attention: Iterable[str]) 
 def unclaimed_flash(model: ModelLayers, facts: Facts) -> None:
     # A model without `_supports_flash_attn` passes if a layer has another seam than the interface, or if its
     # architecture is registered or was named in `apply`.
-    if model.attention and not (model.vouched or claims_flash_attention(model)):
-        table = _table_of_scores(model)
-        if table:
-            raise UnsupportedModel(
-                f"{model} adds to its attention scores what {table} holds, which depends on two tokens' distance and "
-                "which packed attention has no way to say in this version of Transformers. Nothing was patched. Train "
-                "this model padded."
-            )
-        raise UnsupportedModel(
-            f"{model} does not claim flash attention (_supports_flash_attn): its attention may look at more than "
-            "boundaries can say. Nothing was patched. If it is ordinary attention, say so: "
-            f"fa2patch.register(fa2patch.Architecture({model.decoder.config.model_type!r}))."
-        )
-
-
-def _table_of_scores(model: ModelLayers) -> str:
-    # T5 holds relative positions in such a table.
-    tables = {layer.name: named_modules(layer.module).items() for layer in model.attention}
-    found = (f"{at}.{name}" for at, inside in tables.items() for name, one in inside if type(one) is torch.nn.Embedding)
-    return next(found, "")
+    if not model.attention or model.vouched or claims_flash_attention(model):
+        return
+    for layer in model.attention:
+        for name, inside in named_modules(layer.module).items():
+            if type(inside) is torch.nn.Embedding:  # T5 holds relative positions in such a table
+                raise UnsupportedModel(
+                    f"{model} adds to its attention scores what {layer.name}.{name} holds, which depends on two "
+                    "tokens' distance and which packed attention has no way to say in this version of Transformers. "
+                    "Nothing was patched. Train this model padded."
+                )
+    raise UnsupportedModel(
+        f"{model} does not claim flash attention (_supports_flash_attn): its attention may look at more than "
+        "boundaries can say. Nothing was patched. If it is ordinary attention, say so: "
+        f"fa2patch.register(fa2patch.Architecture({model.decoder.config.model_type!r}))."
+    )
 
 
 class FusedFlash(Trait):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Callable, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -71,7 +71,7 @@ class Budgeted(Protocol):
 
     max_tokens: int
 
-    def computed(self, step: Step, compute: Callable[[Step], Any]) -> Any: ...
+    def computed(self, step: Step) -> Any: ...
 
 
 @dataclass

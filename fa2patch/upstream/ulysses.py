@@ -65,10 +65,6 @@ def _whole_rows(values: torch.Tensor, group: str, processes: int) -> torch.Tenso
     return torch.cat(parts, dim=-1)
 
 
-def _whole_rows_fake(values: torch.Tensor, group: str, processes: int) -> torch.Tensor:
-    return values.new_empty(*values.shape[:-1], values.shape[-1] * processes)
-
-
 operator_later(
     "exchange",
     _exchanged,
@@ -77,7 +73,12 @@ operator_later(
     lambda ctx, gradient: (exchange(gradient, ctx.group), None),
     lambda ctx, inputs, output: setattr(ctx, "group", inputs[1]),
 )
-operator_later("whole_rows", _whole_rows, "(Tensor values, str group, int processes) -> Tensor", _whole_rows_fake)
+operator_later(
+    "whole_rows",
+    _whole_rows,
+    "(Tensor values, str group, int processes) -> Tensor",
+    lambda values, group, processes: values.new_empty(*values.shape[:-1], values.shape[-1] * processes),
+)
 
 
 def exchange(pieces: torch.Tensor, group: str) -> torch.Tensor:
@@ -176,8 +177,6 @@ def refuse_unsaid(call: Call) -> NoReturn:
 # Which engine splits rows
 
 _PACKAGE = "deepspeed.runtime.sequence_parallel"
-_CLASS = "UlyssesSPAttentionHF"
-
 _RING = "ring_flash_attn"
 
 # packages that replace the attention function when rows are split, with their names for users
@@ -238,7 +237,8 @@ def _ulysses_part(training: bool) -> tuple[Any, ...] | None:
 def _ulysses() -> Any:
     # it may be registered for another model's implementation, and this one then gets parts of rows too
     held = (value for function in _registered() for value in inspecting.enclosed(function).values())
-    return next((value for value in held if any(cls.__name__ == _CLASS for cls in type(value).__mro__)), None)
+    named = "UlyssesSPAttentionHF"
+    return next((value for value in held if any(cls.__name__ == named for cls in type(value).__mro__)), None)
 
 
 def _registered() -> list[Function]:

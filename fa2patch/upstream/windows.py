@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from types import CodeType, FunctionType
 from typing import Any
 
-from .._types import Function
 from . import inspecting
 from .facts import Facts
 from .find_layers import Layer, ModelLayers
@@ -25,7 +24,10 @@ WINDOW = "sliding_window"
 def look(model: ModelLayers, facts: Facts) -> None:
     config = inspecting.text_config(model.decoder.config)
     size = getattr(config, WINDOW, None) if getattr(config, "use_sliding_window", True) else None
-    facts.windows_of_flash = bool(size) and facts.architecture.adjust is None and _has_flash_alone(model)
+    # The attention layers hand a window to flash attention, and no code of the definition knows of one.
+    hands_on = bool(size) and facts.architecture.adjust is None and any(map(_hands_on, model.attention))
+    seen: set[CodeType] = set()
+    facts.windows_of_flash = hands_on and not any(_knows(each, owner, seen) for owner, each in _definition(model))
     if facts.windows_of_flash and not inspecting.uses_flash(config):
         warnings.warn(
             f"{model}: config.{WINDOW} is {size}, and in this version of Transformers neither eager attention nor sdpa "
@@ -37,17 +39,9 @@ def look(model: ModelLayers, facts: Facts) -> None:
         )
 
 
-def _has_flash_alone(model: ModelLayers) -> bool:
-    # The attention layers hand a window to flash attention, and no code of the definition knows of one.
-    if not any(map(_hands_on, model.attention)):
-        return False
-    seen: set[CodeType] = set()
-    return not any(_knows(function, owner, seen) for owner, function in _definition(model))
-
-
 def _hands_on(layer: Layer) -> bool:
     if layer.seam == "interface":
-        return _named_in(inspecting.forward_of(type(layer.module)))
+        return _named_in(inspecting.code_of(inspecting.forward_of(type(layer.module))))
     flash = layer.site.make.classes[1] if isinstance(layer.site.make, formula.ByFormula) else None
     return flash is not None and formula.Windows.of(flash).of_config
 
@@ -74,7 +68,7 @@ def _knows(function: Any, owner: Any, seen: set[CodeType]) -> bool:
     if code is None or code in seen:
         return False
     seen.add(code)
-    if _named_in(function):
+    if _named_in(code):
         return True
     own = inspect.unwrap(function)
     called = [found for name in code.co_names for found in (getattr(owner, name, None), own.__globals__.get(name))]
@@ -85,13 +79,8 @@ def _knows(function: Any, owner: Any, seen: set[CodeType]) -> bool:
     )
 
 
-def _named_in(function: Function) -> bool:
-    code = inspecting.code_of(function)
-    return code is not None and _named_in_code(code)
-
-
-def _named_in_code(code: CodeType) -> bool:
-    names = any(WINDOW in name for name in (*code.co_names, *code.co_varnames, *code.co_freevars))
-    return names or any(
-        _named_in_code(each) if isinstance(each, CodeType) else each == WINDOW for each in code.co_consts
-    )
+def _named_in(code: object) -> bool:
+    if not isinstance(code, CodeType):  # a constant
+        return code == WINDOW
+    names = (*code.co_names, *code.co_varnames, *code.co_freevars)
+    return any(WINDOW in name for name in names) or any(map(_named_in, code.co_consts))

@@ -24,20 +24,17 @@ NIGHTS = 7
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m compat_matrix", description=__doc__)
-    parser.add_argument(
-        "--versions", nargs="+", metavar="V", help="blocks of versions.toml, or any release; default: all"
-    )
-    parser.add_argument("--families", nargs="+", metavar="F", help="architectures; default: all that a version has")
-    parser.add_argument(
-        "--points", nargs="+", metavar="P", help="default: all, functions of compat_matrix/check/points"
-    )
-    parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) // 2), help="versions at a time")
-    parser.add_argument("--environments", type=Path, default=ROOT / ".compat", help="where environments are kept")
-    parser.add_argument("--evidence", type=Path, default=EVIDENCE, help="where a JSON for each version goes")
-    parser.add_argument("--stale", action="store_true", help="check only cells that failed, are stale or are missing")
-    parser.add_argument("--sample", type=int, metavar="N", help="only N cells, chosen by what changed since they ran")
-    parser.add_argument("--all-points", action="store_true", help="let no architecture vouch for another one")
-    parser.add_argument(
+    add = parser.add_argument
+    add("--versions", nargs="+", metavar="V", help="blocks of versions.toml, or any release; default: all")
+    add("--families", nargs="+", metavar="F", help="architectures; default: all that a version has")
+    add("--points", nargs="+", metavar="P", help="default: all, functions of compat_matrix/check/points")
+    add("--jobs", type=int, default=max(1, (os.cpu_count() or 2) // 2), help="versions at a time")
+    add("--environments", type=Path, default=ROOT / ".compat", help="where environments are kept")
+    add("--evidence", type=Path, default=EVIDENCE, help="where a JSON for each version goes")
+    add("--stale", action="store_true", help="check only cells that failed, are stale or are missing")
+    add("--sample", type=int, metavar="N", help="only N cells, chosen by what changed since they ran")
+    add("--all-points", action="store_true", help="let no architecture vouch for another one")
+    add(
         "--rotation", type=int, metavar="K", choices=range(1, NIGHTS + 1),
         help=f"all points also for the K-th of {NIGHTS} parts of the architectures for which another one vouches",
     )  # fmt: skip
@@ -54,13 +51,14 @@ def main(arguments: list[str] | None = None) -> int:
     with environments.only_our_packages() as packages, bars() as progress:
         task = progress.add_task("versions", total=len(wanted))
         cells = progress.add_task("cells", total=None)
-        for version, found in done(
-            lambda version: check(version, given, packages, lambda: progress.advance(cells)), wanted, given.jobs
-        ):
-            found = f"{type(found).__name__}: {found}" if isinstance(found, Exception) else found
-            results[version.name] = found
+
+        def checked(version: environments.Version) -> Environment:
+            return check(version, given, packages, lambda: progress.advance(cells))
+
+        for version, found in done(checked, wanted, given.jobs):
+            results[version.name] = f"{type(found).__name__}: {found}" if isinstance(found, Exception) else found
             progress.advance(task)
-            bad = failures(found)
+            bad = failures(results[version.name])
             progress.console.print(f"{version.name}: {'ok' if not bad else f'{len(bad)} failed'}")
             say(version.name, bad, progress.console)
     ordered = {version.name: results[version.name] for version in wanted}
@@ -92,7 +90,7 @@ def check(
                 families = left_over(known, before, keys.Sources(packages))
                 if not families:
                     return before
-    options = [] if not families else ["--families", *families]
+    options = ["--families", *families] if families else []
     options += ["--points", *given.points] if given.points else []
     if not (given.all_points or given.points or given.chosen):
         there = {*(families or snapshots), *cells}

@@ -17,9 +17,6 @@ from .cells import Cell
 from .check.found import VOUCHED
 from .results import EVIDENCE, Malformed, read_file
 
-# In evidence of before 2026-11-26, reasons begin with the second one.
-VOUCHING = (VOUCHED, "the interface seam vouches for it")
-
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m compat_matrix.agreed", description=__doc__)
@@ -57,8 +54,9 @@ def differences(fresh: Path, committed: Path) -> Iterator[str]:
 
 def told(cell: Cell, other: Cell) -> dict[str, object]:
     # Only points that both were run with are compared: evidence may be older than a point, or a point vouched for.
-    state = "ok" if _fails_only_at(cell, {*cell.points} - {*other.points}) else cell.state
-    found: dict[str, object] = {"state": state}
+    failures = {point for run in cell.checked.values() for point in run.failures}
+    only_there = cell.state == "fail" and failures and failures <= {*cell.points} - {*other.points}
+    found: dict[str, object] = {"state": "ok" if only_there else cell.state}
     for name in {*cell.checked} & {*other.checked}:
         run, points = cell.checked[name], ran(cell, name) & ran(other, name)
         without = {"do not apply": {*run.not_applicable}, "fail": {*run.failures}, "fail alone": {*run.alone_fails}}
@@ -73,12 +71,7 @@ def told(cell: Cell, other: Cell) -> dict[str, object]:
 
 def ran(cell: Cell, implementation: str) -> set[str]:
     reasons = cell.checked[implementation].not_applicable
-    return {point for point in cell.points if not reasons.get(point, "").startswith(VOUCHING)}
-
-
-def _fails_only_at(cell: Cell, points: set[str]) -> bool:
-    failures = {point for run in cell.checked.values() for point in run.failures}
-    return cell.state == "fail" and bool(failures) and failures <= points
+    return {point for point in cell.points if not reasons.get(point, "").startswith(VOUCHED)}
 
 
 if __name__ == "__main__":

@@ -41,6 +41,7 @@ def _shown(value: Any) -> str:
 
 def write(file: Path, text: str) -> None:
     # A stop meanwhile leaves the old file whole.
+    file.parent.mkdir(parents=True, exist_ok=True)
     beside = file.with_suffix(".part")
     beside.write_text(text, encoding="utf-8")
     beside.replace(file)

@@ -78,9 +78,8 @@ class Version:
     @property
     def stamp(self) -> str:
         # The environment of a version to come expires after a day.
-        return "\n".join(
-            [*self.requirements, *self._overridden, *([f"on {date.today()}"] if self.name.startswith(NEXT) else [])]
-        )
+        today = [f"on {date.today()}"] if self.name.startswith(NEXT) else []
+        return "\n".join([*self.requirements, *self._overridden, *today])
 
     def changed(self, pins: Iterable[str] = (), torch: str | None = None, python: str | None = None) -> Version:
         # A pin replaces a pin of the same package.
@@ -161,8 +160,11 @@ def make(wanted: Version, folder: Path) -> Path:
 
 
 def _is_made(wanted: Version, home: Path) -> bool:
-    stamp = home / STAMP
-    return stamp.exists() and stamp.read_text() == wanted.stamp and _python_of(home) == wanted.python
+    stamp, settings = home / STAMP, home / "pyvenv.cfg"
+    if not (stamp.exists() and stamp.read_text() == wanted.stamp and settings.exists()):
+        return False
+    python = re.search(r"^version(?:_info)? *= *(\d+\.\d+)", settings.read_text(), re.M)
+    return python is not None and python[1] == wanted.python
 
 
 def _make(wanted: Version, home: Path, python: Path) -> None:
@@ -209,12 +211,6 @@ def _next() -> str:
     return "transformers>=5.0.0.dev0"  # a pre-release in the bound lets uv take pre-releases
 
 
-def _python_of(home: Path) -> str:
-    settings = home / "pyvenv.cfg"
-    found = re.search(r"^version(?:_info)? *= *(\d+\.\d+)", settings.read_text() if settings.exists() else "", re.M)
-    return found[1] if found else ""
-
-
 @functools.cache
 def interpreter(python: str) -> str:
     candidates = [shutil.which(f"python{python}")]
@@ -235,9 +231,8 @@ def printed(python: Path, packages: Path, module: str, *arguments: str) -> dict[
 
 def _find_links() -> list[str]:
     # uv ignores pip's configuration.
-    links = os.environ.get("PIP_FIND_LINKS") or _output(
-        [sys.executable, "-m", "pip", "config", "get", "global.find-links"]
-    )
+    asked = [sys.executable, "-m", "pip", "config", "get", "global.find-links"]
+    links = os.environ.get("PIP_FIND_LINKS") or _output(asked)
     return [argument for link in links.split() for argument in ("--find-links", link)]
 
 

@@ -78,8 +78,7 @@ class Sources:
 def packed(keys: Iterable[Items]) -> tuple[dict[str, dict[str, list[str]]], list[str]]:
     # The table holds the hashes of all items, by file and name. The n-th bit of a key's hexadecimal number stands for
     # the n-th hash.
-    keys = list(keys)
-    table: dict[str, dict[str, list[str]]] = {}
+    keys, table = list(keys), dict[str, dict[str, list[str]]]()
     places = {pair: place for place, pair in enumerate(sorted({pair for key in keys for pair in key.items()}))}
     for item, known in places:
         file, _, name = item.partition("::")
@@ -88,14 +87,6 @@ def packed(keys: Iterable[Items]) -> tuple[dict[str, dict[str, list[str]]], list
 
 
 def unpacked(table: Mapping[str, Mapping[str, list[str]]], numbers: Iterable[str]) -> list[Items]:
-    pairs = [
-        (f"{file}::{name}", known)
-        for file, found in table.items()
-        for name, hashes in found.items()
-        for known in hashes
-    ]
-    found = []
-    for number in numbers:
-        bits = int(number, 16)
-        found.append({item: known for place, (item, known) in enumerate(pairs) if bits >> place & 1})
-    return found
+    pairs = [(f"{file}::{name}", known) for file, found in table.items() for name, of in found.items() for known in of]
+    every = (int(number, 16) for number in numbers)
+    return [{item: known for place, (item, known) in enumerate(pairs) if bits >> place & 1} for bits in every]

@@ -47,27 +47,24 @@ def wanted(newest: str | None = None, torch_next: bool = False) -> list[str]:
 def failures(evidence: Path, names: list[str]) -> list[str]:
     # A version that is allowed to fail is what comes next. It may have no evidence, because it may not be installable
     # on some days.
+    from .results import Malformed, read_file  # it needs packages that listing the versions must do without
+
     lines = []
     for name in names:
         file, allowed_to_fail = evidence / f"{name}.json", environments.version(name).allowed_to_fail
         if not file.exists():
             said = [] if allowed_to_fail else ["no evidence; its job failed before the check was done"]
         else:
-            said = _failing(file, allowed_to_fail)
+            try:
+                cells = read_file(file).cells
+                failing = [
+                    f"{architecture}: {cell.reason}" for architecture, cell in cells.items() if cell.state == "fail"
+                ]
+                said = moved(cells) if allowed_to_fail else failing
+            except Malformed as error:
+                said = [str(error)]
         lines += [f"- {name}: {line}" for line in said]
     return lines
-
-
-def _failing(file: Path, allowed_to_fail: bool) -> list[str]:
-    from .results import Malformed, read_file  # it needs packages that listing the versions must do without
-
-    try:
-        cells = read_file(file).cells
-    except Malformed as error:
-        return [str(error)]
-    if allowed_to_fail:
-        return moved(cells)
-    return [f"{name}: {cell.reason}" for name, cell in cells.items() if cell.state == "fail"]
 
 
 def moved(cells: Mapping[str, Cell]) -> list[str]:

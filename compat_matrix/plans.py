@@ -30,9 +30,6 @@ class Planned:
     key: keys.Items  # the items of code that were executed for the snapshots
     made_of: list[str]  # of its environment
 
-    def is_fresh(self, version: environments.Version, sources: keys.Sources) -> bool:
-        return self.made_of == version.stated and bool(self.key) and not sources.changed(self.key)
-
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m compat_matrix.plans", description=__doc__)
@@ -46,8 +43,11 @@ def main(arguments: list[str] | None = None) -> int:
     blocks = environments.versions().values()
     named = [environments.version(name) for name in given.versions or ()]
     wanted = named or [block for block in blocks if not block.allowed_to_fail]
-    fresh = [each for each in wanted if each.name in known and known[each.name].is_fresh(each, sources)]
-    left = [each for each in wanted if given.all or each not in fresh]
+    left = []
+    for each in wanted:
+        plan = known.get(each.name)
+        fresh = plan and plan.made_of == each.stated and plan.key and not sources.changed(plan.key)
+        left += [each] if given.all or not fresh else []
     wrong, broken, count = False, False, 0
     with environments.only_our_packages() as packages, bars() as progress:
         task = progress.add_task("plans", total=len(left))

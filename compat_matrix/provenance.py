@@ -30,11 +30,10 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(str(error))
     measured = dict(measurements())
     found = problems(results) + of_measurements(measured)
-    good = (
+    print("\n".join(found) or (
         f"None of {len(results.made):,} cells is stale, and the present code made all {len(measured)} measurements of "
         "the bench, the ecosystem and the examples."
-    )
-    print("\n".join(found) or good)
+    ))  # fmt: skip
     return int(bool(found))
 
 
@@ -82,9 +81,8 @@ def _after(commit: str) -> list[str]:
         changed = commits.changed(commit)
     except commits.NoCommit as error:
         return [f"This clone does not have commit {commit}, which measurements name: {error}"]
-    if not changed:
-        return []
-    return [f"{len(changed)} files that measurements depend on changed after commit {commit}: {_some(changed)}."]
+    said = f"{len(changed)} files that measurements depend on changed after commit {commit}: {_some(changed)}."
+    return [said] if changed else []
 
 
 def _some(names: list[str]) -> str:

@@ -112,8 +112,13 @@ def _cell(data: dict[str, Any], rows: tuple[str, ...], where: str, table: dict[s
     state = next((state for state in ("error", "refused", "xfail") if state in data), None)
     checked = _checked(data, where) if state is None or "fa2patch" in data else {}
     if state is not None:
-        seam = tuple(data.get("seam", ())) if state == "xfail" else ()
-        return replace(_not_ok(state, data, where), seam=seam, checked=checked, alone=alone, made=made, points=points)
+        reason, link, seam = _take(data, state, str, where), "", ()
+        if state == "xfail":
+            link, seam = _take(data, "link", str, where), tuple(data.get("seam", ()))
+            if not link.startswith(("https://", "http://")):
+                raise _Expected(f"{where}link to be a web address, found {link!r}")
+        shown = "fail" if state == "error" else state
+        return Cell(shown, reason, link, seam, checked, alone, made, points)
     seam = tuple(_take(data, "seam", list, where))
     found = grouped((problem, name) for name, run in checked.items() for problem in _problems(run, points))
     problems = [f"{', '.join(names)}: {problem}" for problem, names in found.items()] + _not_held(checked, points)
@@ -129,18 +134,6 @@ def _made(data: dict[str, Any], where: str, table: dict[str, Any]) -> Made:
     seconds = float(_take(data, "seconds", (int, float), where))
     key = keys.unpacked(table, [data["key"]])[0] if "key" in data else None
     return Made((data["commit"] or "")[:12], data["dirty"], *texts, seconds, key)
-
-
-def _not_ok(state: str, data: dict[str, Any], where: str) -> Cell:
-    reason = _take(data, state, str, where)
-    if state == "error":
-        return Cell("fail", reason)
-    if state == "refused":
-        return Cell("refused", reason)
-    link = _take(data, "link", str, where)
-    if not link.startswith(("https://", "http://")):
-        raise _Expected(f"{where}link to be a web address, found {link!r}")
-    return Cell("xfail", reason, link)
 
 
 def _checked(data: dict[str, Any], where: str) -> dict[str, Checked]:

@@ -43,7 +43,8 @@ def evidence(
     for name, found in lines(python, packages, processes):
         first, second = (found.get(part, {}) for part in PARTS)
         if not name:
-            header = _header(version, first, second)
+            header = {"format": FORMAT, "name": version.name, **first, "flash_attn": second["flash_attn"]}
+            header |= {"requirements": version.stated, **({"allowed_to_fail": True} if version.allowed_to_fail else {})}
             continue
         now = commits.of_code()
         cell = merged(first, second, {**code, "dirty": True} if now != code else code)
@@ -109,17 +110,13 @@ def _read(process: subprocess.Popen[str], errors: IO[str], part: str, came: queu
     came.put((part, why if failed else "", None))
 
 
-def _header(version: environments.Version, without: Found, with_flash: Found) -> Found:
-    header = {"format": FORMAT, "name": version.name, **without, "flash_attn": with_flash["flash_attn"]}
-    header["requirements"] = version.stated
-    if version.allowed_to_fail:
-        header["allowed_to_fail"] = True
-    return header
-
-
 def merged(first: Found, second: Found, code: Found) -> Found:
     # The cell of a process without the architecture is empty. code: the "commit" and "dirty" of what was checked
-    cell = {**first, **second, "made": _made(code, first, second)}
+    # It takes both processes' seconds, and the time of the first one.
+    made = [part["made"] for part in (first, second) if part]
+    about = {name: value for name, value in made[0].items() if name != "executed"}
+    seconds = round(sum(part["seconds"] for part in made), 1)
+    cell = {**first, **second, "made": {**code, **about, "seconds": seconds}}
     for key in ("fa2patch", "upstream"):
         if key in first or key in second:
             cell[key] = {**first.get(key, {}), **second.get(key, {})}
@@ -133,13 +130,6 @@ def merged(first: Found, second: Found, code: Found) -> Found:
     if first.get("seam", second.get("seam")) != second.get("seam", first.get("seam")):
         cell["error"] = f"seam {first['seam']} without flash-attn, {second['seam']} with it"
     return cell
-
-
-def _made(code: Found, *parts: Found) -> Found:
-    # A cell takes both processes' seconds, and the time of the first one.
-    made = [part["made"] for part in parts if part]
-    about = {name: value for name, value in made[0].items() if name != "executed"}
-    return {**code, **about, "seconds": round(sum(part["seconds"] for part in made), 1)}
 
 
 def _failing_alone(part: Found) -> Found:

@@ -13,7 +13,6 @@ import subprocess
 import tarfile
 import tokenize
 from collections import Counter, defaultdict
-from collections.abc import Iterator
 from pathlib import PurePosixPath
 
 from rich.console import Console
@@ -50,12 +49,8 @@ def counted(files: dict[str, str]) -> Counter[str]:
         lines, nodes = text.splitlines(), list(ast.walk(ast.parse(text)))
         said = sum(_lines(_docstring(node)) for node in nodes)
         comments = sum(line.strip().startswith("#") for line in lines)
-        blank = sum(not line.strip() for line in lines) - sum(
-            not line.strip()
-            for node in map(_docstring, nodes)
-            if node is not None
-            for line in lines[node.lineno - 1 : node.end_lineno]
-        )
+        told = {n for at in filter(None, map(_docstring, nodes)) for n in range(at.lineno - 1, at.end_lineno or 0)}
+        blank = sum(not line.strip() for number, line in enumerate(lines) if number not in told)
         tokens = tokenize.generate_tokens(io.StringIO(text).readline)
         imports = [node for node in nodes if isinstance(node, (ast.Import, ast.ImportFrom))]
         functions = [node for node in nodes if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
@@ -81,17 +76,12 @@ def counted(files: dict[str, str]) -> Counter[str]:
 def names_twice(files: dict[str, str]) -> dict[str, list[str]]:
     # The names of files count, too.
     homes: dict[str, list[str]] = defaultdict(list)
-    for path, name in _names(files):
-        homes[name].append(path)
-    return {name: paths for name, paths in sorted(homes.items()) if len(paths) > 1}
-
-
-def _names(files: dict[str, str]) -> Iterator[tuple[str, str]]:
     for path, text in files.items():
-        yield path, PurePosixPath(path).name.replace("__init__.py", path).replace("__main__.py", path)
+        homes[PurePosixPath(path).name.replace("__init__.py", path).replace("__main__.py", path)].append(path)
         for node in ast.parse(text).body:
             if isinstance(node, _DEFINITIONS) and not node.name.startswith("_"):
-                yield path, node.name
+                homes[node.name].append(path)
+    return {name: paths for name, paths in sorted(homes.items()) if len(paths) > 1}
 
 
 def main() -> None:
@@ -104,14 +94,14 @@ def main() -> None:
     columns = []
     for commit in given.commits:
         files = files_of(commit, given.folder)
-        columns.append({**counted(files), "names that mean two things": len(names_twice(files))})
+        twice = names_twice(files)
+        columns.append({**counted(files), "names that mean two things": len(twice)})
     for row in columns[-1]:
         table.add_row(row, *(f"{column.get(row, 0):,}" for column in columns))
     console = Console()
     console.print(table)
-    if given.names:
-        for name, paths in names_twice(files_of(given.commits[-1], given.folder)).items():
-            console.print(f"{name}: {', '.join(paths)}")
+    for name, paths in twice.items() if given.names else ():
+        console.print(f"{name}: {', '.join(paths)}")
 
 
 if __name__ == "__main__":

@@ -27,17 +27,13 @@ NO_KEY = "it was made before cells had keys"
 def cells(environment: Environment, sources: Sources) -> dict[str, list[str]]:
     wanted = environments.version(environment.name).stated
     other = [f"versions.toml: {environment.name}"] if list(environment.requirements) != wanted else []
-    found = {}
-    for name, cell in environment.cells.items():
-        known = None if cell.made is None else cell.made.key
-        against = [NO_KEY] if known is None else sources.changed(known) + other
-        if against:
-            found[name] = against
-    return found
+    keyed = {name: cell.made.key if cell.made else None for name, cell in environment.cells.items()}
+    found = {name: [NO_KEY] if key is None else sources.changed(key) + other for name, key in keyed.items()}
+    return {name: against for name, against in found.items() if against}
 
 
 def by_commit(environment: Environment, commit: str) -> dict[str, list[str]]:
-    before, after = (_sources(name) for name in (f"{commit}^", commit))
+    before, after = _sources(f"{commit}^"), _sources(commit)
     keyed = {name: cell.made.key for name, cell in environment.cells.items() if cell.made and cell.made.key}
     changed = {name: after.changed(before.again(key)) for name, key in keyed.items()}
     return {name: items for name, items in changed.items() if items}
@@ -65,8 +61,12 @@ def sample(evidence: Iterable[Environment], sources: Sources, count: int) -> lis
     # First come cells that together execute every changed item that any cell executes, those with the rarest item
     # first. Then come cells of the kinds that have the fewest chosen cells. Environments are taken from both ends in
     # turns, so that no age is left out. There are more cells than "count" if the changed items need them.
-    every = {(each.name, name): cell for each in _from_both_ends(evidence) for name, cell in each.cells.items()}
-    changed = {place: _changed(cell, sources) for place, cell in every.items()}
+    left, ordered = list(evidence), list[Environment]()
+    while left:
+        ordered.append(left.pop(-1 if len(ordered) % 2 else 0))
+    every = {(each.name, name): cell for each in ordered for name, cell in each.cells.items()}
+    keyed = {place: cell.made.key for place, cell in every.items() if cell.made}
+    changed = {place: set(sources.changed(key) if key is not None else ()) for place, key in keyed.items()}
     users = Counter(item for items in changed.values() for item in items)
     found: list[Place] = []
     missing = set(users)
@@ -76,29 +76,16 @@ def sample(evidence: Iterable[Environment], sources: Sources, count: int) -> lis
             found.append(max(having, key=lambda place: len(changed[place] & missing)))
             missing -= changed[found[-1]]
     kinds = Counter(_kind(every[place]) for place in found)
-    for _ in range(count - len(found)):
-        left = [place for place in every if place not in found]
-        if not left:
-            break
-        found.append(min(left, key=lambda place: kinds[_kind(every[place])]))
+    for _ in range(min(count, len(every)) - len(found)):
+        rest = (place for place in every if place not in found)
+        found.append(min(rest, key=lambda place: kinds[_kind(every[place])]))
         kinds[_kind(every[found[-1]])] += 1
     return found
-
-
-def _changed(cell: Cell, sources: Sources) -> set[str]:
-    return set(sources.changed(cell.made.key)) if cell.made is not None and cell.made.key is not None else set()
 
 
 def _kind(cell: Cell) -> Any:
     points = {name: tuple(sorted(run.not_applicable)) for name, run in cell.checked.items()}
     return cell.state, cell.seam, *sorted(points.items())
-
-
-def _from_both_ends(evidence: Iterable[Environment]) -> list[Environment]:
-    left, ordered = list(evidence), []
-    while left:
-        ordered.append(left.pop(-1 if len(ordered) % 2 else 0))
-    return ordered
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -52,9 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
         help=f"releases, or blocks of versions.toml or ecosystem/stacks.toml; default: {' '.join(VERSIONS)}",
     )  # fmt: skip
     parser.add_argument("-k", default="", metavar="EXPRESSION", help="only the tests that it matches, as for pytest")
-    parser.add_argument(
-        "-m", default="not slow", metavar="MARKERS", help="only tests with these markers, as for pytest"
-    )
+    parser.add_argument("-m", default="not slow", metavar="MARKERS", help="only tests with these, as for pytest")
     parser.add_argument("--environments", type=Path, default=environments.HERE.parent / ".compat")
     given = parser.parse_args(arguments)
     out, results = Console(soft_wrap=True, highlight=False, markup=False), {}

@@ -23,7 +23,6 @@ from ..screen import Console, track
 from . import figures
 from .figures import PARTS
 
-COMMAND = "python -m compat_matrix.bench.against"
 SIDES = ("before", "after")
 CACHES = shutil.ignore_patterns("__pycache__")
 Rows = list[dict[str, Any]]
@@ -37,7 +36,9 @@ sys.exit(main(sys.argv[2:]))
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m compat_matrix.bench.against", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     add = parser.add_argument
     add("ref", metavar="REF", help="the commit, branch or tag that is compared with the files of now")
     add("--parts", nargs="+", choices=PARTS, default=["calls", "overhead"], metavar="P", help=", ".join(PARTS))
@@ -104,10 +105,11 @@ def judged(before: list[float], after: list[float], timed: bool) -> dict[str, An
     first, last = statistics.median(before), statistics.median(after)
     positive = min(*before, *after) > 0
     noise = max(max(side) / min(side) for side in (before, after)) if timed and positive else 1.0
-    more, less = ("slower", "faster") if timed else ("more", "fewer")
     verdict = ""
-    if positive or not timed:
-        verdict = more if last > first * noise else less if last * noise < first else ""
+    if last > first * noise and (positive or not timed):
+        verdict = "slower" if timed else "more"
+    elif last * noise < first and (positive or not timed):
+        verdict = "faster" if timed else "fewer"
     shown = {"ratio": round(last / first, 3) if positive else "", "noise": round(noise, 3) if timed else ""}
     return {"before": first, "after": last, **shown, "verdict": verdict}
 

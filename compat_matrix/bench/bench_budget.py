@@ -13,7 +13,7 @@ import torch
 
 from .. import commits, environments
 from ..ecosystem.stacks import stacks
-from . import memory
+from . import workloads
 from .budget import OWN, PADDED
 
 # The loss of TRL 1.16 reserves half a MB for each token, for any vocabulary: more than all else of a tiny model.
@@ -43,11 +43,11 @@ def stack(quick: bool, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     def run(kind: str, way: str, along: str = "") -> dict[str, Any]:
         out = tmp_path / f"{way}{'-in-bf16' if along else ''}.pt"
+        told = (kind, way, "4" if quick else "50", str(out), *([str(tmp_path / f"{along}.pt")] if along else []))
         with environments.only_our_packages() as ours:
             path = (ours, tests / "helpers", tests / "integrations" / "scripts")
             monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, path)))
-            told = (kind, way, "4" if quick else "50", str(out), *([str(tmp_path / f"{along}.pt")] if along else []))
-            memory.printed("compat_matrix.bench.budget", *told, python=python)
+            workloads.printed("compat_matrix.bench.budget", *told, python=python)
         return dict(torch.load(out))
 
     return run
@@ -76,15 +76,17 @@ def bench_budget(rows: Any, quick: bool, stack: Any, kind: str) -> None:
     for part, times in {PADDED: 0.0, **PARTS}.items():
         budget = round(times * padded["tokens"])
         found = stack(kind, f"budget{budget}") if times else padded
-        losses = max(abs(a - b) for a, b in zip(found["losses"], padded["losses"]))
-        weights = max(float((found["weights"][name] - each).abs().max()) for name, each in padded["weights"].items())
         row = {"trainer": KINDS[kind], "batches": part, "tokens": budget or "", "steps": found["steps"]}
         row |= {"passes": f"{found['passes']:.2f}", "peak, MB": f"{np.median(found['peaks']) / 1e6:.1f}"}
         row["operations"] = f"{found['operations'] / padded['operations']:.2f}"
-        row["largest, MB"] = f"{max(found['peaks']) / 1e6:.1f}"
-        row |= {"losses": f"{losses:.0e}" if times else "", "weights": f"{weights:.0e}" if times else ""}
-        in_bf16 = np.median(off(stack(kind, f"budget{budget}", along=PADDED), padded) / rounded) if times else 0.0
-        rows.append({**row, "bf16": f"{in_bf16:.2f}" if times else ""})
+        row |= {"largest, MB": f"{max(found['peaks']) / 1e6:.1f}", "losses": "", "weights": "", "bf16": ""}
+        if times:
+            row["losses"] = f"{max(abs(a - b) for a, b in zip(found['losses'], padded['losses'])):.0e}"
+            apart = ((found["weights"][name] - each).abs().max() for name, each in padded["weights"].items())
+            row["weights"] = f"{float(max(apart)):.0e}"
+            in_bf16 = off(stack(kind, f"budget{budget}", along=PADDED), padded) / rounded
+            row["bf16"] = f"{np.median(in_bf16):.2f}"
+        rows.append(row)
 
 
 def off(found: dict[str, Any], padded: dict[str, Any]) -> npt.NDArray[np.float64]:

@@ -11,6 +11,7 @@ import torch
 import fa2patch
 
 from .. import environments
+from ..check.reads import calls
 from . import own_time
 
 LAYERS, QUICK_LAYERS = 80, 2
@@ -23,12 +24,15 @@ def bench_calls(rows: list[Any], quick: bool) -> None:
     Transformers. `apply` patches a Llama on the meta device. Calls of a forward are those beyond the same model with
     the kernel called by hand, from models of two and six layers. *Modules* are those that the import loads.
     """
-    layers = QUICK_LAYERS if quick else LAYERS
     imported = own_time.of_import(1)
     rows.append({"what": "import", "calls": imported["import: calls"], "modules": imported["import: modules"]})
+    layers = QUICK_LAYERS if quick else LAYERS
+    model = own_time.on_meta(layers)
+    count = sum(calls(lambda: fa2patch.apply(model)).values())
+    rows.append({"what": f"apply, {layers} layers", "calls": count})
     with torch.no_grad():
         runs = (own_time.forwards(number, more) for number, more in ((2, 0), (6, 0), (2, own_time.MORE_MODULES)))
-        found = {**own_time.of_apply(layers), **own_time.calls_of_forwards(*runs)}
+        found = own_time.calls_of_forwards(*runs)
     rows += [{"what": what.removesuffix(": calls"), "calls": round(count)} for what, count in found.items()]
 
 

@@ -125,8 +125,7 @@ def bench_dealing(rows: list[Any], quick: bool, request: pytest.FixtureRequest, 
     for planner, deal in planners(request.config.getoption("--others")).items():
         started = time.process_time()
         dealt = [deal(lengths, ranks, budget) for lengths in drawn]
-        seconds = (time.process_time() - started) / steps
+        seconds = f"{(time.process_time() - started) / steps:.4f}"
         found = [judged(lengths, passes, budget) for lengths, passes in zip(drawn, dealt)]
-        row = {"lengths": name, "ranks": ranks, "planner": planner}
-        row |= {column: f"{np.mean([of[column] for of in found]):.3f}" for column in found[0]}
-        rows.append({**row, "seconds": f"{seconds:.4f}"})
+        means = {column: f"{np.mean([of[column] for of in found]):.3f}" for column in found[0]}
+        rows.append({"lengths": name, "ranks": ranks, "planner": planner, **means, "seconds": seconds})

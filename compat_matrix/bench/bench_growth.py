@@ -44,15 +44,19 @@ def plan(count: int) -> Callable[[], Any]:
     return lambda: packing.plan(lengths, 4096)
 
 
-def apply_to_modules(modules: int) -> Callable[[], Any]:
-    model = small_llama(2, 64)
+def with_modules(modules: int) -> Any:
+    model = small_llama(2, 64).eval()
     model.more = torch.nn.ModuleList(torch.nn.Identity() for _ in range(modules))
+    return model
+
+
+def apply_to_modules(modules: int) -> Callable[[], Any]:
+    model = with_modules(modules)
     return lambda: fa2patch.revert(fa2patch.apply(model).model)
 
 
 def forward_with_modules(modules: int) -> Callable[[], Any]:
-    model = small_llama(2, 64).eval()
-    model.more = torch.nn.ModuleList(torch.nn.Identity() for _ in range(modules))
+    model = with_modules(modules)
     fa2patch.apply(model)
     ids = torch.arange(16) % 8
     return torch.no_grad()(lambda: model(input_ids=ids[None] + 3, position_ids=ids[None]))
@@ -62,10 +66,9 @@ def apply_to_experts(layers: int) -> Callable[[], Any]:
     from transformers import MixtralConfig, MixtralForCausalLM
 
     sizes = {"hidden_size": 64, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}
+    config = MixtralConfig(num_hidden_layers=layers, num_local_experts=512, vocab_size=64, **sizes)
     with torch.device("meta"):
-        model = MixtralForCausalLM(
-            MixtralConfig(num_hidden_layers=layers, num_local_experts=512, vocab_size=64, **sizes)
-        )
+        model = MixtralForCausalLM(config)
     return lambda: fa2patch.revert(fa2patch.apply(model).model)
 
 

@@ -18,11 +18,10 @@ from fa2patch.documents.boundaries import Boundaries
 from fa2patch.kernels import Options
 
 from ..check.reads import calls
-from . import memory, workloads
+from . import workloads
 from .bench_times import MOST_PADDING, layouts
 from .workloads import BY_HAND, DISTRIBUTIONS, ByHand, packed, padded, small_llama
 
-_ITSELF = "compat_matrix.bench.bench_steps"
 TOKENS = 2048
 # the numbers of documents of equal length, beside which lengths are drawn
 EQUAL = (64, 512, 2048, 1)
@@ -31,10 +30,7 @@ EQUAL = (64, 512, 2048, 1)
 def kinds(tokens: int) -> dict[str, list[int]]:
     drawn = {name: workloads.cut(each.scaled(0.25).draw(tokens), tokens) for name, each in DISTRIBUTIONS.items()}
     drawn["uniform, 1 to 64"] = workloads.cut(layouts()["uniform, 1 to 64"], tokens)
-    return {
-        **drawn,
-        **{f"{count} x {tokens // count}": [tokens // count] * count for count in EQUAL if count <= tokens},
-    }
+    return drawn | {f"{count} x {tokens // count}": [tokens // count] * count for count in EQUAL if count <= tokens}
 
 
 def one_by_one(
@@ -46,10 +42,9 @@ def one_by_one(
         states = [x.view(len(lengths), lengths[0], *x.shape[1:]).transpose(1, 2) for x in (q, k, v)]
         found = F.scaled_dot_product_attention(*states, is_causal=True, enable_gqa=True, scale=options.scale)
         return found.transpose(1, 2).flatten(0, 1)
-    each = zip(*(torch.split(x.transpose(0, 1), lengths, dim=1) for x in (q, k, v)))
     outputs = [
         F.scaled_dot_product_attention(*(x[None] for x in one), is_causal=True, enable_gqa=True, scale=options.scale)[0]
-        for one in each
+        for one in zip(*(torch.split(x.transpose(0, 1), lengths, dim=1) for x in (q, k, v)))
     ]
     return torch.cat(outputs, dim=1).transpose(0, 1)
 
@@ -84,12 +79,11 @@ def steps(lengths: list[int], layers: int, hidden: int, only: str = "") -> dict[
         model.zero_grad()
 
     made = {}
-    for name, batch in batches.items():
-        if name == (only or name):
-            model = small_llama(layers, hidden, BY_HAND if name == "SDPA by hand" else "sdpa")
-            if name == "fa2patch":
-                fa2patch.apply(model)
-            made[name] = partial(step, model, batch())
+    for name in [only] if only else batches:
+        model = small_llama(layers, hidden, BY_HAND if name == "SDPA by hand" else "sdpa")
+        if name == "fa2patch":
+            fa2patch.apply(model)
+        made[name] = partial(step, model, batches[name]())
     return made
 
 
@@ -104,7 +98,7 @@ def bench_steps(rows: list[Any], turns: Any, quick: bool, kind: str) -> None:
     CPU, and NestedTensor no causal attention.
     """
     tokens, size = (64, (1, 64)) if quick else (TOKENS, (4, 256))
-    lengths = kinds(tokens)[kind] if kind in kinds(tokens) else [1] * tokens
+    lengths = kinds(tokens).get(kind, [1] * tokens)
     runs = steps(lengths, *size)
     for run in (*runs.values(), *runs.values()):
         run()  # some checks are made only once for each model
@@ -114,14 +108,14 @@ def bench_steps(rows: list[Any], turns: Any, quick: bool, kind: str) -> None:
             runs[name]()
         counted[name] = operators.number, sum(calls(runs[name]).values())
     taken = turns(runs, 1 if quick else 9, warm_up=1)
-    row: dict[str, Any] = {"documents": kind, "limit": round(len(lengths) * max(lengths) / sum(lengths), 2)}
+    row: dict[str, Any] = {"documents": kind, "limit": round(workloads.padding_ratio([lengths]), 2)}
     for name in ("SDPA by hand", "upstream, packed", "padded"):
         row[f"to {name}"] = taken.ratio("fa2patch", name) if name in runs else ""
         ratios = np.divide(taken["fa2patch"], taken[name]) if name in runs else np.ones(1)
         first, last = np.percentile(ratios, (25, 75)).round(2).tolist()
         row[f"to {name}, range"] = f"{first} to {last}" if name in runs else ""
-    ours, theirs = counted["fa2patch"], counted["SDPA by hand"]
-    rows.append({**row, "operators more": ours[0] - theirs[0], "calls more": ours[1] - theirs[1]})
+    more = np.subtract(counted["fa2patch"], counted["SDPA by hand"]).tolist()
+    rows.append({**row, "operators more": more[0], "calls more": more[1]})
 
 
 @pytest.mark.parametrize("kind", kinds(TOKENS))
@@ -137,17 +131,16 @@ def bench_memory(rows: list[Any], quick: bool, kind: str) -> None:
     row: dict[str, Any] = {"documents": kind}
     lengths = kinds(tokens)[kind]
     for rival in ("fa2patch", "upstream, packed", "padded"):
+        row[f"{rival}, MB"] = ""
         if rival != "padded" or len(lengths) * max(lengths) <= MOST_PADDING * sum(lengths):
-            row[f"{rival}, MB"] = round(memory.of_process(_ITSELF, kind, rival, *map(str, (tokens, *size))) / 1e6, 1)
-        else:
-            row[f"{rival}, MB"] = ""
+            peak = workloads.printed("compat_matrix.bench.bench_steps", kind, rival, *map(str, (tokens, *size)))
+            row[f"{rival}, MB"] = round(int(peak) / 1e6, 1)
     rows.append(row)
 
 
 def main(kind: str, rival: str, tokens: str, layers: str, hidden: str) -> None:
     torch.set_num_threads(1)
-    step = steps(kinds(int(tokens))[kind], int(layers), int(hidden), only=rival)[rival]
-    print(memory.added(step))
+    print(workloads.peak_of(steps(kinds(int(tokens))[kind], int(layers), int(hidden), only=rival)[rival]))
 
 
 if __name__ == "__main__":

@@ -11,10 +11,9 @@ import pytest
 
 from fa2patch import packing
 
-from . import memory
+from . import workloads
 from .workloads import FLAN
 
-_ITSELF = "compat_matrix.bench.bench_streams"
 MAX_TOKENS = 4096
 
 
@@ -53,7 +52,7 @@ def bench_streams(rows: list[Any], quick: bool, documents: int, kind: str) -> No
     in use before, in a process of its own. A state is saved at every thousandth row; its size is that of its JSON.
     """
     count = documents // 100 if quick else documents
-    found = memory.printed(_ITSELF, kind, str(count))
+    found = workloads.printed("compat_matrix.bench.bench_streams", kind, str(count))
     rows.append({"documents": count, "examples": kind, **json.loads(found)})
 
 
@@ -66,12 +65,8 @@ def main(kind: str, documents: str) -> None:
             if number % 1000 == 500:
                 states.append(len(json.dumps(stream.state_dict())))
 
-    peak = memory.added(read)
-    print(
-        json.dumps(
-            {"peak, MB": round(peak / 1e6, 1), "state, kB": round(max(states) / 1e3, 1), "full": f"{stream.fill:.2%}"}
-        )
-    )
+    peak = round(workloads.peak_of(read) / 1e6, 1)
+    print(json.dumps({"peak, MB": peak, "state, kB": round(max(states) / 1e3, 1), "full": f"{stream.fill:.2%}"}))
 
 
 if __name__ == "__main__":

@@ -35,12 +35,8 @@ def bench_overhead(rows: list[Any], turns: Any, way: str) -> None:
     medians, and between which values half of the rounds lie. On a GPU this time is hidden while the GPU still computes
     earlier layers.
     """
-    runs = {
-        (layers, name): run
-        for layers in (2, 32)
-        for name, run in own_time.forwards(layers).items()
-        if name in (way, "by hand")
-    }
+    every = {layers: own_time.forwards(layers) for layers in (2, 32)}
+    runs = {(layers, name): runs[name] for layers, runs in every.items() for name in (own_time.BASE, way)}
     with torch.no_grad():
         taken = turns(runs, 160, warm_up=10)
     short, long = (np.subtract(taken[n, way], taken[n, own_time.BASE]) * 1e6 for n in (2, 32))
@@ -184,10 +180,9 @@ def bench_training(rows: list[Any], turns: Any, quick: bool, name: str) -> None:
         "padded": Trainee([padded(batch) for batch in docs], *size),
         "upstream": Trainee([packed(batch) for batch in docs], *size),
     }
-    taken = turns(rivals, steps, warm_up)
-    timed = lengths[warm_up:]
-    seconds = {rival: sum(of) for rival, of in taken.items()}
+    seconds = {rival: sum(of) for rival, of in turns(rivals, steps, warm_up).items()}
     ratios = {rival: seconds["padded"] / of for rival, of in seconds.items()}
+    timed = lengths[warm_up:]
     limit = workloads.padding_ratio(timed)
     losses = zip(rivals["fa2patch"].losses, rivals["padded"].losses)
     rows.append({
@@ -312,7 +307,6 @@ def bench_packing(rows: list[Any], benchmark: Any, quick: bool, name: str, budge
     assert np.array_equal(np.sort(plan.indices), np.arange(count))
     tokens = np.add.reduceat(lengths[plan.indices], plan.offsets[:-1])
     assert tokens.max() <= budget and tokens.sum() == lengths.sum()
-    fewest = plan.lower_bound
     row = {"lengths": name, "tokens in a row": budget, "processor, s": round(statistics.median(seconds), 3)}
-    row |= {"filled": f"{plan.fill:.2%}", "rows": len(tokens), "fewest": fewest}
-    rows.append({**row, "rows / fewest": f"{len(tokens) / fewest:.4f}"})
+    row |= {"filled": f"{plan.fill:.2%}", "rows": len(tokens), "fewest": plan.lower_bound}
+    rows.append({**row, "rows / fewest": f"{len(tokens) / plan.lower_bound:.4f}"})

@@ -75,10 +75,9 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     for part in sorted(passed) if out and ended else ():
         text, rows = session.config.stash[FOUND][part]
         what, _, notes = inspect.cleandoc(text).partition("\n\n")
-        command = f"python -m compat_matrix.bench --parts {part}{' --quick' if quick else ''}"
-        on = {"on": rows.on} if rows.on else {}
-        words = {"what": what, "notes": " ".join(notes.split())}
-        found = {"part": part, **figures.header(command), **on, **words, "rows": list(rows)}
+        found = {"part": part, **figures.header(f"python -m compat_matrix.bench --parts {part}{' --quick' * quick}")}
+        found |= {"on": rows.on} if rows.on else {}
+        found |= {"what": what, "notes": " ".join(notes.split()), "rows": list(rows)}
         figures.write(out / f"{part}.json", found)
 
 

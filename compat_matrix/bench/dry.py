@@ -78,9 +78,7 @@ def counted() -> Iterator[Counter[str]]:
 
     class Counting(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            kind = _kind(func, args, kwargs or {})
-            if kind:
-                found[kind] += 1
+            found.update(filter(None, [_kind(func, args, kwargs or {})]))
             return func(*args, **(kwargs or {}))
 
     with Counting():
@@ -109,7 +107,7 @@ _library.impl("made", lambda like: [torch.empty_like(x) for x in like], "Meta")
 
 def _made(*like: torch.Tensor) -> list[torch.Tensor]:
     # One operator stands for a kernel. It returns tensors of these shapes.
-    return list(getattr(torch.ops, OF_STAND_INS).made(like))
+    return list(torch.ops.fa2patch_dry.made(like))
 
 
 class _Attention(torch.autograd.Function):
@@ -126,11 +124,10 @@ class _Attention(torch.autograd.Function):
         return (*found, *[None] * (4 - len(found)))
 
 
-def _varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **arguments: Any) -> torch.Tensor:
+def _varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **arguments: Any) -> Any:
     # It stands for flash_attn_varlen_func: q, k and v are [tokens, heads, head dim], and the output has q's layout.
     sinks = next((arguments[name] for name in PARAMETERS["sinks"] if name in arguments), None)
-    output: torch.Tensor = _Attention.apply(q, k, v, sinks)[0]  # type: ignore[no-untyped-call]
-    return output
+    return _Attention.apply(q, k, v, sinks)[0]  # type: ignore[no-untyped-call]
 
 
 def _flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **arguments: Any) -> Any:
@@ -221,35 +218,25 @@ def trace(kernel: Kernel, by_hand: Any, case: Case) -> dict[str, Any]:
 
 
 def _tried(kernel: Kernel, by_hand: Any, case: Case, device: str, backward: bool) -> dict[str, Any]:
+    found = {}
     try:
         with FakeTensorMode(allow_non_fake_inputs=True), torch.set_grad_enabled(backward):
-            return _traced(kernel, by_hand, case, device, backward)
+            rows, sinks = _states(case, device, backward)
+            boundaries, options = _boundaries(case, device), Options(window=case.window, sinks=sinks)
+            for name in ("first", "later", *(["bare"] if case == Case() else [])):
+                with counted() as counts:
+                    if name == "bare":
+                        flat = [x.flatten(0, 1) for x in rows]
+                        output = by_hand(*flat, boundaries.cu_seqlens, boundaries.max_seqlen, case.head_dim**-0.5)
+                    else:
+                        output = packed_attention(*rows, boundaries, options, kernel)
+                if backward:
+                    grad = torch.empty_like(output)
+                    with counted() as counts:
+                        torch.autograd.grad(output, [x for x in (*rows, sinks) if x is not None], grad)
+                found[name] = dict(counts)
     except Exception as error:  # torch raises errors of many types where it cannot trace
         return {"why": f"{type(error).__name__}: {error}".splitlines()[0][:120]}
-
-
-def _traced(kernel: Kernel, by_hand: Any, case: Case, device: str, backward: bool) -> dict[str, Any]:
-    rows, sinks = _states(case, device, backward)
-    boundaries, options = _boundaries(case, device), Options(window=case.window, sinks=sinks)
-    leaves = [x for x in (*rows, sinks) if x is not None]
-
-    def layer() -> torch.Tensor:
-        return packed_attention(*rows, boundaries, options, kernel)
-
-    def bare() -> torch.Tensor:
-        flat = [x.flatten(0, 1) for x in rows]
-        found: torch.Tensor = by_hand(*flat, boundaries.cu_seqlens, boundaries.max_seqlen, case.head_dim**-0.5)
-        return found
-
-    found = {}
-    for name, call in {"first": layer, "later": layer, **({"bare": bare} if case == Case() else {})}.items():
-        with counted() as counts:
-            output = call()
-        if backward:
-            grad = torch.empty_like(output)
-            with counted() as counts:
-                torch.autograd.grad(output, leaves, grad)
-        found[name] = dict(counts)
     return found
 
 
@@ -279,15 +266,12 @@ def _boundaries(case: Case, device: str) -> Boundaries:
 
 # --- rows -----------------------------------------------------------------------------------------------------
 
-COLUMNS = ("kernel calls", "copies", "others")
-
 
 def here() -> dict[str, Any]:
-    cases = {case: {name: trace(*bare, CASES[case]) for name, bare in kernels().items()} for case in CASES}
-    cells = {
-        case: {name: _cells(found, cases["plain"][name]) for name, found in of.items()} for case, of in cases.items()
-    }
-    return {"torch": torch.__version__.partition("+")[0], "cases": cells}
+    traced = {case: {name: trace(*bare, CASES[case]) for name, bare in kernels().items()} for case in CASES}
+    plain = traced["plain"]
+    cases = {case: {name: _cells(found, plain[name]) for name, found in of.items()} for case, of in traced.items()}
+    return {"torch": torch.__version__.partition("+")[0], "cases": cases}
 
 
 def _cells(found: dict[str, Any], plain: dict[str, Any]) -> dict[str, Any]:
@@ -301,8 +285,8 @@ def _cells(found: dict[str, Any], plain: dict[str, Any]) -> dict[str, Any]:
             cells[f"{way}: kernel calls"] = f"not traced: {found[way]['why']}"
             continue
         first, later, bare = found[way]["first"], found[way]["later"], plain[way]["bare"]
-        beyond = (later["kernel"], later["copies"] - bare["copies"], later["others"] - bare["others"])
-        cells.update({f"{way}: {name}": count for name, count in zip(COLUMNS, beyond)})
+        cells[f"{way}: kernel calls"] = later["kernel"]
+        cells |= {f"{way}: {kind}": later[kind] - bare[kind] for kind in ("copies", "others")}
         reads += later["reads"] + first["reads"]
         if way == "forward":
             once["once per batch"] = sum(first[kind] - later[kind] for kind in KINDS)
@@ -319,8 +303,7 @@ def merged(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
         for run in runs:
             for kernel, cells in run["cases"][case].items():
                 key = json.dumps([kernel, {name: cells[name] for name in cells if name != "once per batch"}])
-                versions = [*same.get(key, [[]])[0], run["torch"]]
-                same[key] = [versions, kernel, cells]
+                same[key] = [[*same.get(key, [[]])[0], run["torch"]], kernel, cells]
         names: dict[str, list[str]] = {}
         for versions, kernel, cells in same.values():
             names.setdefault(json.dumps({"torch": in_words(versions, every), **cells}), []).append(kernel)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import platform
 import sys
 from collections.abc import Mapping
@@ -17,7 +16,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from .. import commits, screen
+from .. import commits, diffable, screen
+from ..cells import grouped
 from ..diffable import of_results
 from . import gpu_page
 
@@ -59,15 +59,7 @@ def processor() -> str:
 
 
 def write(file: Path, found: Result) -> None:
-    write_text(file, json.dumps(found, indent=1) + "\n")
-
-
-def write_text(file: Path, text: str) -> None:
-    # A process that is killed meanwhile leaves the old file whole.
-    file.parent.mkdir(parents=True, exist_ok=True)
-    made = file.with_name(f".{file.name}.{os.getpid()}")
-    made.write_text(text, encoding="utf-8")
-    made.replace(file)
+    diffable.write(file, json.dumps(found, indent=1) + "\n")
 
 
 def read(file: Path) -> Result:
@@ -86,17 +78,13 @@ def show(title: str, rows: list[Mapping[str, Any]], notes: str = "") -> None:
 def page(results: Mapping[str, Result]) -> str:
     parts = [f"<!-- Made by {COMMAND} from results/*.json: do not edit. -->", "# What packed rows cost and save"]
     for part, found in ((part, results[part]) for part in PARTS if part in results):
-        parts += [f"## {part}", f"{found['what']}\n\n    {found['command']}", _measured_on(found)]
-        parts += [of_results(found["rows"]), found["notes"]]
+        on = f"{found['device']}, {found['threads']} thread{'s' * (found['threads'] > 1)}, Python {found['python']}"
+        on = found.get("on", f"{on}, torch {found['torch']}, Transformers {found['transformers']}")
+        parts += [f"## {part}", f"{found['what']}\n\n    {found['command']}"]
+        parts += [f"{found['date']}, {commits.named(found)}, {on}.", of_results(found["rows"]), found["notes"]]
     for name, found in results.items():
         parts += [f"## {name}", gpu_page.page(found)] if name.startswith(GPU) else []
     return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def _measured_on(found: Result) -> str:
-    on = f"{found['device']}, {found['threads']} thread{'s' * (found['threads'] > 1)}, Python {found['python']}"
-    on = f"{on}, torch {found['torch']}, Transformers {found['transformers']}"
-    return f"{found['date']}, {commits.named(found)}, {found.get('on', on)}."
 
 
 def quotes(results: Mapping[str, Result]) -> list[tuple[str, str]]:
@@ -112,6 +100,11 @@ def quotes(results: Mapping[str, Result]) -> list[tuple[str, str]]:
     budgets = results["budget"]["rows"]
     apart = [max(float(row[name] or 0) for row in budgets) for name in ("losses", "weights")]
     share = " and ".join(row["share of it"] for row in results["training"]["rows"])
+    # rows of the table of docs/packing.md: the passes and peaks of a trainer, padded and by budget
+    of_budgets = []
+    for trainer, (first, *others) in grouped((row["trainer"], row) for row in budgets).items():
+        cells = " | ".join(f"{row['passes']}, {row['peak, MB']} MB" for row in others)
+        of_budgets.append(f"| {trainer} | {first['peak, MB']} MB | {cells} |")
     return [
         ("README.md", f"On a CPU, training reaches {share} of the throughput"),
         (
@@ -138,15 +131,8 @@ def quotes(results: Mapping[str, Result]) -> list[tuple[str, str]]:
             "docs/packing.md",
             f"losses are at most {apart[0]:.0e} and weights at most {apart[1]:.0e} from padded training",
         ),
-        *[("docs/packing.md", _of_budgets(budgets, kind)) for kind in dict.fromkeys(row["trainer"] for row in budgets)],
+        *(("docs/packing.md", line) for line in of_budgets),
     ]
-
-
-def _of_budgets(rows: list[Any], trainer: str) -> str:
-    # A row of the table of docs/packing.md has the passes and peaks of a trainer, padded and by budget.
-    of = [row for row in rows if row["trainer"] == trainer]
-    cells = [f"{row['passes']}, {row['peak, MB']} MB" for row in of[1:]]
-    return f"| {trainer} | {of[0]['peak, MB']} MB | {' | '.join(cells)} |"
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from .. import commits
+from .. import commits, diffable
 from ..check.gpu import present_kernels
 from . import figures, gpu, gpu_page
 from .gpu import Job
@@ -42,7 +42,25 @@ Results = dict[str, dict[str, Any]]
 
 def main(arguments: list[str] | None = None) -> int:
     # The exit code is 0 when everything is done, 2 without a CUDA device, 3 when time ran out.
-    parser, given = options(arguments)
+    parser = argparse.ArgumentParser(
+        prog=COMMAND, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--out", type=Path, required=True, help="folder that the JSON files go to")
+    add("--stages", nargs="+", choices=SECONDS, default=list(SECONDS), metavar="S", help=", ".join(SECONDS))
+    add("--overlays", type=Path, help="folder with other releases of Transformers, one in each folder")
+    add("--shapes", nargs="+", choices=SHAPES, default=["Llama-2-7B"], metavar="S", help=", ".join(SHAPES))
+    add("--variants", nargs="+", metavar="V", help="of training; default: all that can run here")
+    add("--seconds", type=float, default=sum(SECONDS.values()), help="start nothing that may not end within so many")
+    add("--variant-seconds", type=float, default=45, help="for one variant's steps, over all distributions")
+    training_options(parser)
+    given = parser.parse_args(arguments)
+    if given.device == "cpu" and not given.toy:
+        parser.error("--device cpu goes with --toy: only to see that it runs")
+    if given.device == "cuda" and not torch.cuda.is_available():
+        parser.error("looked for a CUDA device, found none: run this where torch.cuda.is_available()")
+    if given.toy:
+        given.steps, given.warm_up = 2, 1
     header = figures.header(f"{COMMAND} --out FOLDER{' --device cpu --toy' if given.toy else ''}", given.device)
     able = present_kernels(given.device)
     kernels = [name for name in able if name != "reference"] or able
@@ -51,8 +69,7 @@ def main(arguments: list[str] | None = None) -> int:
     planned = [job for job in jobs(given, kernels) if job.stage in given.stages]
     gpu.require_same(parser, planned, given.out, header)
     report = partial(written, given, header, planned)
-    records = gpu.run_all(planned, given.out, header, SECONDS, given.seconds, report)
-    found = report(records)
+    found = report(gpu.run_all(planned, given.out, header, SECONDS, given.seconds, report))
     figures.show("Goals", *table(goals(found["results"]), header))
     for name, why in gpu_page.reasons(found):
         print(f"{name}: {why}")
@@ -73,31 +90,8 @@ def written(
     found = {**header, "toy": given.toy, "done": not rest, "goals": [vars(goal) for goal in goals(results)]}
     found.update(failed=failed, missing=gpu.missing(), not_run=rest, jobs=records, results=results)
     figures.write(given.out / "first_gpu.json", found)
-    figures.write_text(given.out / "first_gpu.md", f"# A GPU's first run\n\n{gpu_page.page(found)}\n")
+    diffable.write(given.out / "first_gpu.md", f"# A GPU's first run\n\n{gpu_page.page(found)}\n")
     return found
-
-
-def options(arguments: list[str] | None) -> tuple[argparse.ArgumentParser, argparse.Namespace]:
-    parser = argparse.ArgumentParser(
-        prog=COMMAND, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
-    add("--out", type=Path, required=True, help="folder that the JSON files go to")
-    add("--stages", nargs="+", choices=SECONDS, default=list(SECONDS), metavar="S", help=", ".join(SECONDS))
-    add("--overlays", type=Path, help="folder with other releases of Transformers, one in each folder")
-    add("--shapes", nargs="+", choices=SHAPES, default=["Llama-2-7B"], metavar="S", help=", ".join(SHAPES))
-    add("--variants", nargs="+", metavar="V", help="of training; default: all that can run here")
-    add("--seconds", type=float, default=sum(SECONDS.values()), help="start nothing that may not end within so many")
-    add("--variant-seconds", type=float, default=45, help="for one variant's steps, over all distributions")
-    training_options(parser)
-    given = parser.parse_args(arguments)
-    if given.device == "cpu" and not given.toy:
-        parser.error("--device cpu goes with --toy: only to see that it runs")
-    if given.device == "cuda" and not torch.cuda.is_available():
-        parser.error("looked for a CUDA device, found none: run this where torch.cuda.is_available()")
-    if given.toy:
-        given.steps, given.warm_up = 2, 1
-    return parser, given
 
 
 def in_order(variants: list[str], kernel: str) -> list[str]:
@@ -123,12 +117,11 @@ def models(given: argparse.Namespace, out: Path, kernels: list[str]) -> Iterator
     import transformers
 
     overlays = sorted(path for path in given.overlays.iterdir() if path.is_dir()) if given.overlays else []
-    wanted: list[tuple[str, Path | None, str]] = [(transformers.__version__, None, kernels[0])]
-    wanted += [(path.name, path, kernels[0]) for path in overlays]
-    wanted += [(transformers.__version__, None, kernel) for kernel in kernels[1:]]
-    for release, path, kernel in wanted:
+    best, *others = kernels
+    for path, kernel in [(None, best), *((path, best) for path in overlays), *((None, other) for other in others)]:
         families = FAMILIES[:1] if given.toy else OVERLAY_FAMILIES if path else FAMILIES
-        command, name = ["models", kernel, *families, "--device", given.device], f"{release}-{kernel}"
+        name = f"{path.name if path else transformers.__version__}-{kernel}"
+        command = ["models", kernel, *families, "--device", given.device]
         yield Job("models", name, command, out / f"{name}.json", path=path)
 
 

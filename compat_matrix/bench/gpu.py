@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import itertools
 import os
 import subprocess
 import sys
@@ -57,8 +58,7 @@ class Job:
         ended = round(time.monotonic() - started, 1)
         found: dict[str, Any] = {"done": done.returncode != OUT_OF_TIME, "seconds": ended, "command": self.command}
         if done.returncode not in (0, OUT_OF_TIME):
-            said = [line for line in done.stderr.splitlines() if line.strip()] or ["it said nothing"]
-            found["error"] = said[-1][:300]
+            found["error"] = (done.stderr.strip() or "it said nothing").splitlines()[-1][:300]
         return found
 
 
@@ -130,10 +130,9 @@ def planned(given: argparse.Namespace) -> list[Job]:
     settings += [*(["--toy"] if given.toy else []), *(["--layers", str(given.layers)] if given.layers else [])]
     most, start = given.variant_seconds, 0 if given.toy else START
     made = []
-    for shape in given.shapes:
-        for name in given.variants:
-            file = given.out.resolve() / "runs" / f"{shape}--{name.replace(':', '-')}.json"
-            made.append(Job("training", f"{shape}, {name}", ["training", shape, name, *settings], file, most, start))
+    for shape, name in itertools.product(given.shapes, given.variants):
+        file = given.out.resolve() / "runs" / f"{shape}--{name.replace(':', '-')}.json"
+        made.append(Job("training", f"{shape}, {name}", ["training", shape, name, *settings], file, most, start))
     return made
 
 
@@ -156,7 +155,17 @@ def merged(given: argparse.Namespace, records: Mapping[str, Any]) -> dict[str, A
             shapes[shape] = {"layers": first["layers"], "parameters": first["parameters"], "distributions": found}
             notes = f"{shape}: {first['layers']} layers, {first['parameters'] / 1e9:.2f} G parameters; {notes}"
             for name, run in found.items():
-                rows += [_row(f"{shape}, {name}, {one}", run["limit"], at) for one, at in run["variants"].items()]
+                for one, at in run["variants"].items():
+                    share = at.get("share_of_limit")
+                    rows.append({
+                        "": f"{shape}, {name}, {one}",
+                        "real tokens/s": at["error"][:80] if "error" in at else round(at["real_tokens_per_second"]),
+                        "to padded": at.get("ratio_to_padded", ""),
+                        "limit": run["limit"],
+                        "share of it": f"{share:.0%}" if share and not one.startswith("padded:") else "",
+                        "peak GB": round(at["peak_bytes"] / 1e9, 1) if at.get("peak_bytes") else "",
+                        "synchronisations per forward": at.get("synchronisations_per_forward", ""),
+                    })  # fmt: skip
     return {"notes": notes, "shapes": shapes, "rows": rows}
 
 
@@ -170,24 +179,14 @@ def _compared(distribution: str, runs: Mapping[str, Any], good: Mapping[str, Any
     found: dict[str, Any] = {name: {"error": run.get("error")} for name, run in runs.items()}
     for name, run in good.items():
         rate, waits = rates[name], run.get("synchronisations")
-        found[name] = {"real_tokens_per_second": round(rate, 1), "peak_bytes": run["peak_bytes"]}
-        found[name]["last_loss"] = run["losses"][-1]
+        one = {
+            "real_tokens_per_second": round(rate, 1),
+            "peak_bytes": run["peak_bytes"],
+            "last_loss": run["losses"][-1],
+        }
         if best:
-            found[name]["ratio_to_padded"] = round(rate / best, 4)
-            found[name]["share_of_limit"] = round(rate / best * real / padded, 4)
+            one |= {"ratio_to_padded": round(rate / best, 4), "share_of_limit": round(rate / best * real / padded, 4)}
         if waits:
-            found[name].update(synchronisations_per_forward=waits["forward"]["per_step"], synchronisations=waits)
+            one |= {"synchronisations_per_forward": waits["forward"]["per_step"], "synchronisations": waits}
+        found[name] = one
     return {"steps": steps, "real_tokens": real, "limit": round(padded / real, 4), "variants": found}
-
-
-def _row(name: str, limit: float, run: Mapping[str, Any]) -> dict[str, Any]:
-    share = run.get("share_of_limit")
-    return {
-        "": name,
-        "real tokens/s": run["error"][:80] if "error" in run else round(run["real_tokens_per_second"]),
-        "to padded": run.get("ratio_to_padded", ""),
-        "limit": limit,
-        "share of it": f"{share:.0%}" if share and ", padded:" not in name else "",
-        "peak GB": round(run["peak_bytes"] / 1e9, 1) if run.get("peak_bytes") else "",
-        "synchronisations per forward": run.get("synchronisations_per_forward", ""),
-    }

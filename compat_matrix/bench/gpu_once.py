@@ -82,12 +82,15 @@ def main(arguments: list[str] | None = None) -> int:
         kernel, *families = names
         runs = {name: partial(cell, name, given.device, kernel) for name in filter(tiny_models.is_present, families)}
         return going_on(given, gpu.evidence([], given.device, kernel), "architectures", runs)
-    known = {"fla": FAMILIES["fla"]} if given.toy else FAMILIES
-    why = {package: lacking(package) for package in known}
-    families = [family for package in known for family in known[package] if given.toy or not why[package]]
-    runs = {family: partial(measured, family, given.device, given.toy) for family in families}
-    lacks = {package: reason for package, reason in why.items() if reason}
-    return going_on(given, {**header, "missing": lacks}, "families", runs)
+    runs, missing = {}, {}
+    for package, families in FAMILIES.items() if not given.toy else [("fla", FAMILIES["fla"])]:
+        try:
+            importlib.import_module(package)
+        except Exception as error:  # a build for another torch raises errors of many types
+            missing[package] = f"{type(error).__name__}: {error}".splitlines()[0]
+        if given.toy or package not in missing:
+            runs |= {family: partial(measured, family, given.device, given.toy) for family in families}
+    return going_on(given, {**header, "missing": missing}, "families", runs)
 
 
 def going_on(given: argparse.Namespace, header: Any, what: str, runs: Mapping[str, Callable[[], Any]]) -> int:
@@ -152,15 +155,6 @@ def cell(family: str, device: str, kernel: str) -> Any:
 
 
 # --- hybrids --------------------------------------------------------------------------------------------------
-
-
-def lacking(package: str) -> str:
-    # Builds for another torch fail when they are imported.
-    try:
-        importlib.import_module(package)
-    except Exception as error:  # a broken build raises errors of many types
-        return f"{type(error).__name__}: {error}".splitlines()[0]
-    return ""
 
 
 def measured(family: str, device: str, toy: bool) -> dict[str, Any]:
@@ -239,9 +233,7 @@ def training_options(parser: argparse.ArgumentParser) -> None:
     add("--toy", action="store_true", help="tiny models and documents, only to see that it runs; not for figures")
     add("--layers", type=int, help="fewer than the model has")
     add("--optimizer", default="adamw", choices=("adamw", "sgd"))
-    add(
-        "--documents", type=int, default=16, help="documents of a mini-batch; few leave a fast GPU waiting for the host"
-    )
+    add("--documents", type=int, default=16, help="of a mini-batch; few leave a fast GPU waiting for the host")
     add("--steps", type=int, default=12, help="timed steps of each distribution, at most")
     add("--warm-up", type=int, default=3, help="steps before these")
 
@@ -272,9 +264,9 @@ class Training:
         if self.kind == "fa2patch":
             fa2patch.apply(self.model, kernel=name)
         # AdamW's states have the weights' dtype: a bfloat16 weight takes 8 bytes with its gradient and states, SGD's 4
+        weights = self.model.parameters()
         adamw = given.optimizer == "adamw"
-        made, more = (torch.optim.AdamW, {"fused": self.cuda}) if adamw else (torch.optim.SGD, {})
-        self.optimizer = made(self.model.parameters(), lr=1e-5, **more)  # type: ignore[operator]
+        self.optimizer = torch.optim.AdamW(weights, 1e-5, fused=self.cuda) if adamw else torch.optim.SGD(weights, 1e-5)
 
     def on(self, distribution: str, until: float) -> dict[str, Any]:
         # Every variant gets the same documents.
@@ -283,9 +275,11 @@ class Training:
         largest = max(range(len(lengths)), key=lambda step: len(lengths[step]) * max(lengths[step]))
         lengths.insert(0, lengths.pop(largest))  # so that no timed step waits for memory
         docs = workloads.filled(lengths, workloads.config(self.shape, toy=self.given.toy).vocab_size)
-        padded = self.kind == "padded"
-        made = [workloads.padded(each) if padded else workloads.packed(each, self.lengths) for each in docs]
-        batches = [*zip(made, lengths)]
+        pad = self.kind == "padded"
+        batches = [
+            (workloads.padded(each) if pad else workloads.packed(each, self.lengths), cuts)
+            for each, cuts in zip(docs, lengths)
+        ]
         timed = lengths[self.given.warm_up :]
         return {
             **self.timed(batches, until),

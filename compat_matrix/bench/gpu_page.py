@@ -17,21 +17,19 @@ def page(found: Found) -> str:
     # Whatever has failed or was not run is named.
     on = f"{found['device']}, Python {found['python']}, torch {found['torch']}, Transformers {found['transformers']}"
     rest = "" if found["done"] else " Time was over before all of it was done."
-    parts = [f"**{_in_short(found)}**"] if "not_run" in found else []  # older results lack it
+    parts = []
+    if "not_run" in found:  # older results lack it
+        met, jobs, left = [goal["met"] for goal in found["goals"]], len(found["jobs"]), found["not_run"]
+        parts.append(
+            f"**{met.count(True)} of {len(met)} goals are met, {met.count(False)} are not, {met.count(None)} not "
+            f"measured. {jobs} of {jobs + len(left)} processes are done{f'; next: {left[0]}' if left else ''}.**"
+        )
     parts += [f"`{found['command']}`; {found['date']}, {commits.named(found)}, {on}.{rest}"]
-    goals = [{"goal": goal["goal"], "found": goal["found"], "met": MET[goal["met"]]} for goal in found["goals"]]
-    parts += [of_results(goals)]
+    parts += [of_results({**goal, "met": MET[goal["met"]]} for goal in found["goals"])]
     for name, rows, notes in stages(found["results"]):
         parts += [f"**{name}.** {notes}", of_results(rows)] if rows else []
     parts += [f"- {name}: {why}" for name, why in reasons(found)]
     return "\n\n".join(parts)
-
-
-def _in_short(found: Found) -> str:
-    met = [goal["met"] for goal in found["goals"]]
-    jobs, rest = len(found["jobs"]), found["not_run"]
-    said = f"{met.count(True)} of {len(met)} goals are met, {met.count(False)} are not, {met.count(None)} not measured."
-    return f"{said} {jobs} of {jobs + len(rest)} processes are done" + (f"; next: {rest[0]}." if rest else ".")
 
 
 def stages(results: Mapping[str, Any]) -> Iterator[tuple[str, list[Mapping[str, Any]], str]]:
@@ -48,7 +46,12 @@ def stages(results: Mapping[str, Any]) -> Iterator[tuple[str, list[Mapping[str, 
     yield "Tiny models", models, "In bfloat16: near float32, and nothing crosses documents, forward and backward."
     for run in results["training"].values():
         yield "Training", run["rows"], run["notes"]
-    hybrids = [{"model": name, **times} for one in results["hybrids"].values() for name, times in _hybrids(one)]
+    hybrids = [
+        {"model": f"{family}, {lengths}", **{name: value for name, value in row.items() if name != "kernels"}}
+        for one in results["hybrids"].values()
+        for family, measured in one["families"].items()
+        for lengths, row in measured["rows"].items()
+    ]
     yield "Hybrids", hybrids, "Milliseconds of forward and backward, and the ratio of packed to the others."
 
 
@@ -88,9 +91,3 @@ def _models(run: str, result: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
             said += [f"{len(counts['n/a'])} cannot run"] if counts["n/a"] else []
             row[implementation] = ", ".join(said)
         yield row
-
-
-def _hybrids(one: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    for family, measured in one["families"].items():
-        for lengths, row in measured["rows"].items():
-            yield f"{family}, {lengths}", {name: value for name, value in row.items() if name != "kernels"}

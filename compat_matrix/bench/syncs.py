@@ -54,11 +54,11 @@ def row(lengths: bool) -> dict[str, Any]:
 
 
 def of(architecture: str, way: str, layers: tuple[int, ...]) -> dict[str, Any]:
-    counts = {number: forward(architecture, number, way) for number in layers}
-    most = layers[-1]
     row: dict[str, Any] = {"model": architecture, "way": way}
-    row.update({f"{n} layers": "refused" if c is None else c.reads + c.arguments for n, c in counts.items()})
-    last, step = counts[most], forward(architecture, most, way, checkpointed=True)
+    for number in layers:
+        last = forward(architecture, number, way)
+        row[f"{number} layers"] = "refused" if last is None else last.reads + last.arguments
+    step = forward(architecture, layers[-1], way, checkpointed=True)
     if last is not None and step is not None:
         row.update({"at the kernel's call": last.arguments, "derivations": last.derived})
         row.update({"a step with checkpointing": step.reads + step.arguments, "its derivations": step.derived})

@@ -1,10 +1,13 @@
-"""What is measured: lengths of documents, batches that hold them, and models with random weights."""
+"""What is measured: lengths of documents, batches of them, models with random weights, and the peak of memory."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -158,3 +161,31 @@ class ByHand:
         q, k, v = (states.transpose(1, 2).flatten(0, 1) for states in (query, key, value))
         asked = Options(scale=options.get("scaling"), window=options.get("sliding_window"))
         return self.kernel(q, k, v, self.boundaries, asked)[None], None
+
+
+# --- memory ---------------------------------------------------------------------------------------------------
+
+
+def peak_of(step: Callable[[], Any]) -> int:
+    """The bytes that a call has in use at its peak beyond those in use before it; on Linux, or on a GPU."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        step()
+        return torch.cuda.max_memory_allocated() - before
+    Path("/proc/self/clear_refs").write_text("5")  # the peak becomes what is in use now (proc(5))
+    before = _status("VmRSS")
+    step()
+    return _status("VmHWM") - before
+
+
+def _status(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
+
+
+def printed(module: str, *arguments: str, python: Path | str = sys.executable) -> str:
+    done = subprocess.run([str(python), "-m", module, *arguments], capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(done.stderr[-1500:])
+    return done.stdout

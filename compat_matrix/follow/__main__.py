@@ -49,8 +49,11 @@ def main(arguments: list[str] | None = None) -> int:
     print(PAGE.read_text(encoding="utf-8"))
     if given.no_run:
         return int(bool(found.reds))
-    failed = check(given.release, given.environments)
-    write_tables()
+    failed = matrix.main(["--versions", given.release, "--environments", str(given.environments), "--stale"])
+    from ..publish import __main__ as publish  # it needs the extra ``matrix``, which the page does not
+
+    newest.main(["--write"])
+    publish.main([])
     if not given.no_commit:
         commit(given.release, found)
     return int(bool(found.reds or failed))
@@ -84,17 +87,6 @@ def look(release: str, folder: Path) -> Changes:
     seen.write()
     PAGE.write_text(page(found, (planned[before].snapshots, planned[release].snapshots)), encoding="utf-8")
     return found
-
-
-def check(release: str, folder: Path) -> bool:
-    return bool(matrix.main(["--versions", release, "--environments", str(folder), "--stale"]))
-
-
-def write_tables() -> None:
-    from ..publish import __main__ as publish  # it needs the extra ``matrix``, which the page does not
-
-    newest.main(["--write"])
-    publish.main([])
 
 
 def commit(release: str, found: Changes) -> None:

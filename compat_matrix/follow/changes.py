@@ -106,6 +106,11 @@ class Changes:
     reds: tuple[Red, ...]  # without those that are accepted
     accepted: tuple[Red, ...]
 
+    @property
+    def moved(self) -> set[tuple[str, str]]:
+        # the forwards that changed their arguments
+        return {place for moves in (self.gained, self.lost) for places in moves.values() for place in places}
+
 
 def compared(before: Sources, after: Sources, seen: Seen, as_then: bool = False) -> Changes:
     # What was seen in "after" or later does not count. With as_then, what was accepted does not count either.
@@ -113,7 +118,13 @@ def compared(before: Sources, after: Sources, seen: Seen, as_then: bool = False)
     had, general = seen.before(after.release)
     had |= before.takers.keys()
     new, relied = frozenset(after.takers.keys() - had), spelled()
-    reds = [*_spread(before, after, gained, general), *_keywords(before, after), *_like_boundaries(after, new)]
+    reds = [*_spread(before, after, gained, general)]
+    known, keywords = (frozenset().union(*each.keywords.values()) for each in (before, after))
+    for name in sorted(keywords - known) if before.keywords else ():
+        having = [cls for cls, fields in after.keywords.items() if name in fields]
+        reds.append(Red("keyword", name, f"in {listed(having)}"))
+    for name in sorted(filter(_BOUNDARIES.search, new)):
+        reds.append(Red("boundaries", name, f"in {listed(sorted(after.takers[name]))}"))
     reds += _replacing(gained, lost, new, relied, {red.name for red in reds})
     reds += _gone(before, after, relied)
     accepted = {} if as_then else seen.accepted.get(after.release, {})
@@ -138,11 +149,10 @@ def spelled(root: Path = environments.HERE.parent / "fa2patch") -> dict[str, str
 
 
 def _moved(before: Sources, after: Sources) -> Moves:
-    both = before.forwards.keys() & after.forwards.keys()
     return grouped(
         (name, place)
         for place, taken in after.forwards.items()
-        if place in both
+        if place in before.forwards
         for name in taken.keys() - before.forwards[place].keys()
     )
 
@@ -158,17 +168,6 @@ def _spread(before: Sources, after: Sources, gained: Moves, general: frozenset[s
             where = f"{len(places)} forwards of {len(folders(places))} folders gained it; {had} folders had it"
             annotations = Counter(after.forwards[place][name] for place in places)
             yield Red("spreads", name, f"{where}. Annotated `{annotations.most_common(1)[0][0] or 'nothing'}`")
-
-
-def _keywords(before: Sources, after: Sources) -> Iterator[Red]:
-    had, has = (frozenset().union(*each.keywords.values()) for each in (before, after))
-    for name in sorted(has - had) if before.keywords else ():
-        yield Red("keyword", name, f"in {listed([cls for cls, fields in after.keywords.items() if name in fields])}")
-
-
-def _like_boundaries(after: Sources, new: frozenset[str]) -> Iterator[Red]:
-    for name in sorted(filter(_BOUNDARIES.search, new)):
-        yield Red("boundaries", name, f"in {listed(sorted(after.takers[name]))}")
 
 
 def _replacing(

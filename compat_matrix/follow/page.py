@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from .. import diffable
 from ..plans import Snapshots, differences
 from ..tiny_models import OUT_OF_SCOPE
-from .changes import RULES, Changes, Red, folders, listed
+from .changes import RULES, Changes, folders, listed
 from .sources import folder
 
 MOST = 12  # rows of a table of names; the rest is counted
@@ -18,16 +18,22 @@ _CAUSAL = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
 
 def page(found: Changes, planned: tuple[Snapshots, Snapshots] | None = None) -> str:
     # planned: what apply finds in the architectures of both, if their environments were made
-    before, after = found.before.release, found.after.release
-    parts = [f"# Transformers {after}, beside {before}", verdict(found)]
+    parts = [f"# Transformers {found.after.release}, beside {found.before.release}", verdict(found)]
     if found.reds:
         parts.append(_decide(found))
     if found.accepted:
-        parts.append("Accepted in seen.json: " + listed((red.name for red in found.accepted), 8) + ".")
-    parts.append(_counts(found))
+        parts.append(f"Accepted in seen.json: {listed((red.name for red in found.accepted), 8)}.")
+    common = sorted(found.before.modeling.keys() & found.after.modeling.keys())
+    changed = [path for path in common if found.before.files[path].text != found.after.files[path].text]
+    both = found.before.forwards.keys() & found.after.forwards.keys()
+    parts.append(
+        f"{len(found.after.folders - found.before.folders)} new folders of models, {len(changed)} of {len(common)} "
+        f"modeling files changed; {len(found.moved)} of {len(both)} forwards changed their arguments: "
+        f"{len(found.gained)} names gained, {len(found.lost)} lost, {len(found.new)} of them never seen before."
+    )
     if planned:
         parts.append(_plans(*planned))
-    parts += [*_models(found), *_arguments(found), *_functions(found), *_sizes(found)]
+    parts += [*_models(found), *_arguments(found), *_functions(found), *_sizes(found, changed)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -42,31 +48,13 @@ def _decide(found: Changes) -> str:
     lines = ["## What must be decided"]
     for rule, (meaning, remedy) in RULES.items():
         reds = [red for red in found.reds if red.rule == rule]
-        if reds:
-            lines += ["", f"**{rule}**: {meaning}. {remedy}", ""]
-            lines += [f"- `{red.name}`: {red.where}{_spelled(found, red)}" for red in reds]
+        lines += ["", f"**{rule}**: {meaning}. {remedy}", ""] if reds else []
+        for red in reds:
+            place = found.relied.get(red.name)
+            spelled = f". fa2patch spells it in `{place}`" if place and rule != "gone" else ""
+            lines.append(f"- `{red.name}`: {red.where}{spelled}")
     command = f"python -m compat_matrix.follow.watch {found.after.release} --accept NAME --because WHY"
     return "\n".join([*lines, "", f"`{command}` accepts a name: it writes the reason to seen.json."])
-
-
-def _spelled(found: Changes, red: Red) -> str:
-    place = found.relied.get(red.name)
-    return f". fa2patch spells it in `{place}`" if place and red.rule != "gone" else ""
-
-
-def _counts(found: Changes) -> str:
-    both = found.before.forwards.keys() & found.after.forwards.keys()
-    moved = {place for moves in (found.gained, found.lost) for places in moves.values() for place in places}
-    changed = [path for path in _common(found) if found.before.files[path].text != found.after.files[path].text]
-    return (
-        f"{len(found.after.folders - found.before.folders)} new folders of models, {len(changed)} of "
-        f"{len(_common(found))} modeling files changed; {len(moved)} of {len(both)} forwards changed their arguments: "
-        f"{len(found.gained)} names gained, {len(found.lost)} lost, {len(found.new)} of them never seen before."
-    )
-
-
-def _common(found: Changes) -> list[str]:
-    return sorted(found.before.modeling.keys() & found.after.modeling.keys())
 
 
 def _plans(before: Snapshots, after: Snapshots) -> str:
@@ -91,7 +79,10 @@ def _models(found: Changes) -> list[str]:
     for name in sorted(new):
         classes = dict.fromkeys(rows[name] for rows in tables.values() if name in rows)
         homes = {found.after.homes.get(cls) for cls in classes} - {None}
-        elsewhere = bool(homes) and not any((found.after.homes.get(cls) or name) in _own(name) for cls in classes)
+        # a folder of fewer words may be a model type's own: llava_text is in llava
+        words = name.replace("-", "_").split("_")
+        own = {"_".join(words[: count + 1]) for count in range(len(words))}
+        elsewhere = homes and not any((found.after.homes.get(cls) or name) in own for cls in classes)
         said = f", of the folder {listed(sorted(map(str, homes)), 8)}" if elsewhere else ""
         causal = " (a causal LM)" if name in tables.get(_CAUSAL, {}) else ""
         because = f"; not checked: {OUT_OF_SCOPE[name]}" if name in OUT_OF_SCOPE else ""
@@ -108,26 +99,17 @@ def _models(found: Changes) -> list[str]:
     return ["\n".join(lines)] if len(lines) > 2 else []
 
 
-def _own(name: str) -> set[str]:
-    # A folder of fewer words may be a model type's own: llava_text is in llava.
-    words = name.replace("-", "_").split("_")
-    return {"_".join(words[: count + 1]) for count in range(len(words))}
-
-
 def _arguments(found: Changes) -> list[str]:
     lines = []
-    names = sorted(
-        {*found.gained, *found.lost},
-        key=lambda name: (-len(found.gained.get(name, ())) - len(found.lost.get(name, ())), name),
-    )
+    moves = {name: (found.gained.get(name, []), found.lost.get(name, [])) for name in {*found.gained, *found.lost}}
+    names = sorted(moves, key=lambda name: (-sum(map(len, moves[name])), name))
     for name in names[:MOST]:
-        gained, lost = (_where(moves.get(name, [])) for moves in (found.gained, found.lost))
         notes = ["never seen before"] if name in found.new else []
         notes += [f"fa2patch: `{found.relied[name]}`"] if name in found.relied else []
-        lines.append([f"`{name}`", gained, lost, "; ".join(notes)])
+        lines.append([f"`{name}`", *map(_where, moves[name]), "; ".join(notes)])
     rest = []
     if names[MOST:]:
-        most = max(len(moves.get(name, ())) for name in names[MOST:] for moves in (found.gained, found.lost))
+        most = max(len(places) for name in names[MOST:] for places in moves[name])
         rest = [f"{len(names) - MOST} more names moved in {most} forwards or fewer each."]
     own = sorted(found.new - found.gained.keys())
     rest += [f"Only in new classes, never seen before: {listed(own, 40)}."] if own else []
@@ -157,14 +139,13 @@ def _functions(found: Changes) -> list[str]:
     return ["\n".join(["## Functions of the library that fa2patch names", "", *lines])] if lines else []
 
 
-def _sizes(found: Changes) -> list[str]:
-    added: Counter[str] = Counter()
-    removed: Counter[str] = Counter()
-    for path in _common(found):
+def _sizes(found: Changes, changed: Sequence[str]) -> list[str]:
+    added, removed = Counter[str](), Counter[str]()
+    for path in changed:
         now, then = (Counter(each.files[path].text.splitlines()) for each in (found.after, found.before))
         added[folder(path)] += sum((now - then).values())
         removed[folder(path)] += sum((then - now).values())
-    both: Mapping[str, int] = added + removed
+    both = added + removed
     top = sorted(both, key=lambda name: (-both[name], name))[:MOST]
     if not top:
         return []

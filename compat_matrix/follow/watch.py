@@ -97,11 +97,10 @@ def history(folder: Path) -> None:
 
 
 def _row(found: Changes) -> list[str]:
-    moved = {place for moves in (found.gained, found.lost) for places in moves.values() for place in places}
     by_rule = grouped((red.rule, red.name) for rule in RULES for red in found.reds if red.rule == rule)
-    red = "; ".join(f"{rule}: {listed(names, len(names))}" for rule, names in by_rule.items() if names)
-    folders = len(found.after.folders - found.before.folders)
-    return [found.after.release, *map(str, (folders, len(moved), len(found.new))), red or "–"]
+    red = "; ".join(f"{rule}: {listed(names, len(names))}" for rule, names in by_rule.items())
+    counts = len(found.after.folders - found.before.folders), len(found.moved), len(found.new)
+    return [found.after.release, *map(str, counts), red or "–"]
 
 
 def _read(name: str, home: Path, progress: Progress) -> sources.Sources:

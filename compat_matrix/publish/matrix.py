@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Callable
 
@@ -23,7 +23,7 @@ OLDER = "°"  # stands behind a cell that executed code which newer cells execut
 COLUMNS = 13  # versions side by side in MATRIX.md, at most
 
 # How a reason counts for which a point was not run. Any other is one of the architecture's or of the version's.
-WHY = {VOUCHED: "shared", "the interface seam vouches": "shared", ON_TEXT: "text"}
+WHY = {VOUCHED: "shared", ON_TEXT: "text"}
 
 _FLASH = {"stand-in": "a stand-in for flash-attn with the same signature", "none": "no flash-attn"}
 _WEB = Path(__file__).parent / "web"
@@ -32,6 +32,7 @@ _POINTS = Path(__file__).parents[1] / "check" / "points"
 
 
 def tables(results: Results) -> str:
+    cells = [cell for each in results.counted for cell in each.cells.values() if cell.state == "ok"]
     return words.rendered(
         "MATRIX.md.jinja",
         results=results,
@@ -44,7 +45,7 @@ def tables(results: Results) -> str:
         refused=_refused(results),
         known=_reasons(results, "xfail"),
         failing=_reasons(results, "fail"),
-        loaded=_loaded(results),
+        loaded={"all": len(cells), **Counter(name for cell in cells for name, run in cell.checked.items() if run.ok)},
         runs=_runs_of_points(results),
         without={
             "What does not apply": _points(results, lambda run: run.not_applicable),
@@ -121,26 +122,18 @@ def _reasons(results: Results, state: str) -> list[str]:
     ]
 
 
-def _loaded(results: Results) -> dict[str, int]:
-    cells = [cell for each in results.counted for cell in each.cells.values() if cell.state == "ok"]
-    return {"all": len(cells), **Counter(name for cell in cells for name, run in cell.checked.items() if run.ok)}
-
-
 def _runs_of_points(results: Results) -> Iterator[list[str]]:
     found: dict[str, Counter[str]] = {}
     for environment in results.counted:
         for point in environment.points:
-            cells = (cell for cell in environment.cells.values() if cell.state == "ok" and point in cell.points)
-            found.setdefault(point, Counter()).update(_how(cell, point) for cell in cells)
+            counts = found.setdefault(point, Counter())
+            for cell in (cell for cell in environment.cells.values() if cell.state == "ok" and point in cell.points):
+                runs = [run for run in cell.checked.values() if run.was_run]
+                reasons = [{**run.not_applicable, **run.alone_fails}.get(point, "") for run in runs]
+                why = (WHY[begun] for reason in reasons for begun in WHY if reason.startswith(begun))
+                counts["ran" if not all(reasons) else next(why, "other")] += 1
     for point, counts in sorted(found.items()):
         yield [f"`{point}`", *(f"{counts[column]:,}" for column in ("ran", "shared", "text", "other"))]
-
-
-def _how(cell: Cell, point: str) -> str:
-    reasons = [{**run.not_applicable, **run.alone_fails}.get(point) for run in cell.checked.values() if run.was_run]
-    if None in reasons:
-        return "ran"
-    return next((WHY[begun] for reason in reasons for begun in WHY if reason.startswith(begun)), "other")
 
 
 def _points(results: Results, of: Callable[[Checked], Mapping[str, str]]) -> list[list[str]]:
@@ -152,8 +145,8 @@ def _points(results: Results, of: Callable[[Checked], Mapping[str, str]]) -> lis
         for why in of(run).items()
     )
     lines = []
-    for (point, reason), names in sorted(found.items()):
-        names = sorted({*names})
+    for (point, reason), having in sorted(found.items()):
+        names = sorted({*having})
         shown = ", ".join(names) if len(names) < 8 else f"{len(names)} architectures"
         lines.append([f"`{point}`", words.plain(reason), shown])
     return lines
@@ -215,6 +208,11 @@ def data(results: Results) -> dict[str, Any]:
 
     every = results.environments
     starts = [band[0] for band in words.bands(every)]
+    minors: dict[str, list[int]] = {}
+    for place, each in enumerate(every):
+        if not each.allowed_to_fail:
+            places = minors.setdefault("{}.{}".format(*each.minor), [])
+            places.insert(0 if each.name == each.transformers else len(places), place)  # the release's own comes first
     return {
         "architectures": [
             [name, int(name in SEEDS), [numbers(each.cells[name]) if name in each.cells else 0 for each in every]]
@@ -222,7 +220,7 @@ def data(results: Results) -> dict[str, Any]:
         ],
         "folder": words.FOLDER,
         "environments": [_environment(each, each in starts) for each in every],
-        "minors": _minors(every),
+        "minors": minors,
         "cells": list(cells),
         "runs": list(runs),
         "made": list(made),
@@ -245,27 +243,15 @@ def _runs(alone: tuple[Upstream, ...]) -> list[Any]:
     return [UPSTREAM_STATES.index(alone[0].state if alone else "unknown"), runs]
 
 
-def _minors(environments: Iterable[Environment]) -> dict[str, list[int]]:
-    # The environment that is named as the release comes first.
-    found: dict[str, list[int]] = {}
-    for number, environment in enumerate(environments):
-        if not environment.allowed_to_fail:
-            numbers = found.setdefault("{}.{}".format(*environment.minor), [])
-            numbers.insert(0 if environment.name == environment.transformers else len(numbers), number)
-    return found
-
-
-def _environment(environment: Environment, starts_band: bool) -> dict[str, Any]:
+def _environment(each: Environment, starts_band: bool) -> dict[str, Any]:
+    about = f"Transformers {each.transformers}, torch {each.torch}, Python {each.python}, wrapt {each.wrapt}"
+    flash = _FLASH.get(each.flash_attn, f"flash-attn {each.flash_attn}")
     return {
-        "name": environment.name,
-        "release": environment.transformers,
-        "torch": environment.torch.partition("+")[0],
-        "label": " ".join(part for part in environment.name.split("-") if not part.startswith("py")),
+        "name": each.name,
+        "release": each.transformers,
+        "torch": each.torch.partition("+")[0],
+        "label": " ".join(part for part in each.name.split("-") if not part.startswith("py")),
         "band": starts_band,
-        "allowed": not environment.counts,
-        "about": (
-            f"Transformers {environment.transformers}, torch {environment.torch}, Python {environment.python}, "
-            f"wrapt {environment.wrapt}, {_FLASH.get(environment.flash_attn, f'flash-attn {environment.flash_attn}')}, "
-            f"on {environment.device} with the {environment.kernel} kernel."
-        ),
+        "allowed": not each.counts,
+        "about": f"{about}, {flash}, on {each.device} with the {each.kernel} kernel.",
     }

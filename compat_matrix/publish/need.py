@@ -106,15 +106,12 @@ def _exception(found: list[Outcome], result: str) -> str:
     families = dict.fromkeys(name for name, _, other in found if other == result)
     if len(families) > 4:
         return f"{_WORDS[result]} in {len(families)} of {len({name for name, _, _ in found})} model types"
-    return f"{_WORDS[result]} in {', '.join(_where(found, name, result) for name in families)}"
-
-
-def _where(found: list[Outcome], name: str, result: str) -> str:
-    # The minors are named if the family has another result in others.
-    minors = sorted({minor for other, minor, _ in found if other == name})
-    having = {minor for other, minor, at in found if (other, at) == (name, result)}
-    label = SEEDS.get(name, name)
-    return label if having == set(minors) else f"{label} ({_spans(minors, having)})"
+    where = []
+    for name in families:  # the minors are named if the family has another result in others
+        minors = sorted({minor for other, minor, _ in found if other == name})
+        having = {minor for other, minor, at in found if (other, at) == (name, result)}
+        where.append(SEEDS.get(name, name) + ("" if having == {*minors} else f" ({_spans(minors, having)})"))
+    return f"{_WORDS[result]} in {', '.join(where)}"
 
 
 def _spans(minors: list[tuple[int, int]], having: set[tuple[int, int]]) -> str:

@@ -19,7 +19,7 @@ def upstream(results: Results) -> str:
     found = {}
     for environment in results.counted:
         runs = {name: cell.upstream for name, cell in environment.cells.items() if cell.upstream}
-        found[_minor(environment)] = {
+        found[words.label([environment])] = {
             "release": environment.transformers,
             "measured": len(runs),
             "rows": {row: sum(run.rows.get(row) == "ok" for run in runs.values()) for row in environment.upstream_rows},
@@ -36,7 +36,7 @@ def summary(results: Results) -> str:
     # Each architecture has its minors by state: "ok" has them by the seams, "failing" by the points that fail,
     # "refused" and "known failure" by the reason. Ranges of minors are texts such as "4.34-4.42".
     environments = results.counted
-    minors = [_minor(environment) for environment in environments]
+    minors = [words.label([environment]) for environment in environments]
     families = [name for name in SEEDS if name in results.architectures]
     names = [*families, *(name for name in results.architectures if name not in SEEDS)]
     found = {
@@ -67,7 +67,3 @@ def _what(cell: Cell) -> str:
     sentence = " ".join(cell.reason.split()).partition(". ")[0].rstrip(".")
     kind, colon, rest = sentence.partition(": ")
     return rest if colon and kind.isidentifier() else sentence  # without the name of the error's class
-
-
-def _minor(environment: Environment) -> str:
-    return words.label([environment])

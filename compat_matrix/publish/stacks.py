@@ -135,16 +135,14 @@ def _tables(found: dict[str, Evidence], kind: str, reasons: dict[str, int]) -> d
 
 def by_engine(evidence: Evidence, kind: str) -> Cells:
     # An engine that was not run in a stack has no column.
-    cells = {}
+    cells: Cells = {}
     for engine in ENGINES:
-        cells[engine] = grouped(
-            (feature, (processes, cell))
-            for entry, finding in evidence["checks"].items()
-            for script, processes in [split(entry)]
-            if f"{script} ".startswith(f"{engine} ")
-            for feature, cell in _features(script, finding, kind)
-        )
-    return {engine: found for engine, found in cells.items() if found}
+        for entry, finding in evidence["checks"].items():
+            script, processes = split(entry)
+            if f"{script} ".startswith(f"{engine} "):
+                for feature, cell in _features(script, finding, kind):
+                    cells.setdefault(engine, {}).setdefault(feature, []).append((processes, cell))
+    return cells
 
 
 def _features(script: str, finding: Evidence, kind: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -172,19 +170,15 @@ def _said(runs: list[tuple[int, dict[str, Any]]], reasons: dict[str, int]) -> st
             reason = cells[0]["said"].partition("\n")[0].replace("off_by is", "The number is")
             reason = reason if len(reason) <= 400 else f"{reason[:400]} …"
             text += f" [{reasons.setdefault(reason, len(reasons) + 1)}]"
-        largest = max((one for cell in cells for one in _off(cell.get("off_by"))), default=None)
-        if largest is not None:
-            text += f" ({f'{largest:.2g}' if largest > 1e-3 else words.number(largest)})"
+        off = [cell["off_by"] for cell in cells if cell.get("off_by") is not None]  # each a number, or several by name
+        every = [one for each in off for one in (each.values() if isinstance(each, dict) else [each])]
+        if every:
+            text += f" ({f'{max(every):.2g}' if max(every) > 1e-3 else words.number(max(every))})"
         times = max(cell.get("gradients_times", 1) for cell in cells)
         text += f", gradients × {times}" if times > 1 else ""
         where = " and ".join(str(processes) for processes, _ in of_word)
         texts.append(f"{text} with {where} processes" if len(groups) > 1 else text)
     return "; ".join(texts)
-
-
-def _off(value: Any) -> list[float]:
-    # An off_by is a number, several by name, or None.
-    return [*value.values()] if isinstance(value, dict) else [] if value is None else [value]
 
 
 def _architectures(evidence: Evidence) -> dict[str, list[str]]:

@@ -101,9 +101,8 @@ def spans(environments: Sequence[Environment], names: Iterable[str]) -> str:
 def age(results: Results) -> str:
     # The sentence names days, not a number of days, so that the same evidence gives the same text every day.
     every = results.made
-    first, last = (of(made.when[:10] for made in every) for of in (min, max))
-    when = f"on {first}" if first == last else f"from {first} to {last}"
-    older = sum(map(results.is_older, every))
+    days, older = sorted(made.when[:10] for made in every), sum(map(results.is_older, every))
+    when = f"on {days[0]}" if days[0] == days[-1] else f"from {days[0]} to {days[-1]}"
     if not older:
         return f"All {len(every):,} cells were checked {when}, and the code that they executed is the same in all."
     return (

@@ -83,11 +83,9 @@ def _of_version(
     packages: Path,
     doing: Callable[[environments.Version, str], None],
 ) -> list[Row]:
+    options = "--families", *(model.architecture for model in models)
     try:
-        names = (model.architecture for model in models)
-        evidence = run.evidence(
-            version, folder, packages, "--families", *names, doing=lambda what: doing(version, what)
-        )
+        evidence = run.evidence(version, folder, packages, *options, doing=lambda what: doing(version, what))
         cells = results.read_data(evidence, evidence["name"]).cells
     except Exception as error:
         return [Row(model, version, Cell("error", f"{type(error).__name__}: {error}")) for model in models]

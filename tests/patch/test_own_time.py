@@ -1,7 +1,7 @@
 """What the patch itself takes of the host, counted in calls of Python: the same on every machine.
 
-If a count has grown for a reason, raise its limit and say why in the commit. ``python -m compat_matrix.bench --parts
-calls`` prints the counts, and ``compat_matrix.check.reads.calls`` says which functions are called.
+If a count has grown for a reason, raise its limit and say why in the commit. ``python -m compat_matrix.bench.own_time``
+prints the counts, and ``compat_matrix.check.reads.calls`` says which functions are called.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ class DataCollatorWithFlattening:
             integer("separator_id", self.separator_id)
         if self.pad_to_multiple_of is not None:
             integer("pad_token_id", self.pad_token_id)
-        self._check_shape(self._shape)
+        self._check_shape()
         if not isinstance(self.loss_masks, Iterable) or isinstance(self.loss_masks, str):
             raise CollatorError(
                 f"loss_masks: expected names of columns, found {shown(self.loss_masks)}. Put it in a list."
@@ -130,7 +130,8 @@ class DataCollatorWithFlattening:
         # The options may be set later, too.
         return RowShape(self.pad_to_multiple_of, self.max_documents, self.longest_document, error=CollatorError)
 
-    def _check_shape(self, shape: RowShape) -> None:
+    def _check_shape(self) -> None:
+        shape = self._shape  # which checks its options itself
         for name in ("max_documents", "longest_document"):
             if getattr(shape, name) is not None and not self.return_flash_attn_kwargs:
                 raise CollatorError(f"{name} is of lengths: set return_flash_attn_kwargs=True, too.")

@@ -113,7 +113,7 @@ class RowShape:
         if self.max_documents is None:
             return found
         most = self.max_documents
-        if self.pad_to_multiple_of is not None:  # there is space for the documents of padding
+        if self.pad_to_multiple_of is not None:  # the padding is documents, too: one without a budget
             most += -(-(self.max_tokens or 1) // (self._longest_padding or 1))
         # The last end is repeated: documents without tokens follow, which no kernel computes. A batch that cannot be
         # cut has more documents.

@@ -55,10 +55,12 @@ def longer(lengths: Ints, max_tokens: int, too_long: str, policies: Sequence[str
     check_policy(too_long, policies)
     found = np.flatnonzero(lengths > max_tokens)
     if len(found) and too_long == "error":
+        choices = " or ".join(repr(each) for each in policies if each != "error")
+        alone = ", which gives each a pass of its own" if "alone" in policies else ""
         raise PackingError(
             f"{len(found)} of {first + len(lengths)} examples are longer than max_tokens={max_tokens}: the first is "
             f"example {first + found[0]} of {lengths[found[0]]} tokens. Raise max_tokens, or choose "
-            f"too_long={' or '.join(repr(each) for each in policies if each != 'error')}."
+            f"too_long={choices}{alone}."
         )
     return found
 

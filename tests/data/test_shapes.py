@@ -81,7 +81,10 @@ def test_a_longer_document_or_padding_is_an_error(to):
     [
         ({"pad_to_multiple_of": "half"}, "pad_to_multiple_of: expected a positive number, 'power', 'eighth' or None"),
         ({"longest_document": 0}, "longest_document: expected a positive number, 'power', 'eighth' or None, found 0"),
-        ({"longest_document": 1.5}, "longest_document: expected a positive number"),
+        (
+            {"longest_document": 1.5},
+            "longest_document: expected a positive number, 'power', 'eighth' or None, found 1.5",
+        ),
         ({"max_documents": 0}, "max_documents: expected a positive number or None, found 0"),
         ({"max_documents": 4, "document_labels": True}, "leave max_documents out"),
         ({"max_documents": 4, "return_flash_attn_kwargs": False}, "max_documents is of lengths: set return_flash_attn"),

@@ -70,7 +70,7 @@ def test_a_stream_starts_before_the_examples_end():
 
 def test_a_streams_policies():
     lengths = [10, 3, 4]
-    with pytest.raises(PackingError, match="example 0 of 10 tokens"):
+    with pytest.raises(PackingError, match="longer than max_tokens=4: the first is example 0 of 10 tokens"):
         list(stream(tokens_of(lengths), 4))
     for policy, tokens, counts in (("drop", 7, (1, 0)), ("truncate", 11, (0, 1)), ("split", 17, (0, 0))):
         rows = stream(tokens_of(lengths), 4, too_long=policy)

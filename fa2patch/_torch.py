@@ -130,14 +130,13 @@ _PRE_DISPATCH = torch._C.DispatchKey.PreDispatch
 
 
 def recording() -> bool:
-    # make_fx and aot_function record the operators that run, for a graph that is run again.
-    if not (torch._C._len_torch_dispatch_stack() or torch._C._dispatch_tls_is_dispatch_key_included(_PRE_DISPATCH)):
-        return False  # what records is a mode of either kind
-    proxies = sys.modules.get("torch.fx.experimental.proxy_tensor")
-    for name in ("get_proxy_mode", "get_innermost_proxy_mode"):  # the latter in torch 2.1
-        if hasattr(proxies, name):
-            return getattr(proxies, name)() is not None
-    return False
+    # make_fx and aot_function record the operators that run, for a graph that is run again. They are modes of either
+    # kind.
+    on = torch._C._len_torch_dispatch_stack() or torch._C._dispatch_tls_is_dispatch_key_included(_PRE_DISPATCH)
+    proxies = sys.modules.get("torch.fx.experimental.proxy_tensor") if on else None
+    named = "get_proxy_mode" if hasattr(proxies, "get_proxy_mode") else "get_innermost_proxy_mode"  # in torch 2.1
+    current = getattr(proxies, named, None)
+    return current is not None and current() is not None
 
 
 def transforming() -> bool:

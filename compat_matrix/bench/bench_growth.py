@@ -12,7 +12,7 @@ import torch
 
 import fa2patch
 from fa2patch import packing
-from fa2patch.documents.find import recognise
+from fa2patch.documents.find import find_boundaries
 from fa2patch.documents.stated import from_cu_seqlens
 
 from .workloads import FLAN, small_llama
@@ -26,12 +26,12 @@ def ids_of(tokens: int) -> torch.Tensor:
 
 def from_ids(tokens: int) -> Callable[[], Any]:
     ids = ids_of(tokens)
-    return lambda: recognise((1, tokens), ids.device, position_ids=ids)
+    return lambda: find_boundaries((1, tokens), ids.device, position_ids=ids)
 
 
 def from_ids_and_mask(tokens: int) -> Callable[[], Any]:
     ids, mask = ids_of(tokens), torch.ones(1, tokens, dtype=torch.int64)
-    return lambda: recognise((1, tokens), ids.device, position_ids=ids, attention_mask=mask)
+    return lambda: find_boundaries((1, tokens), ids.device, position_ids=ids, attention_mask=mask)
 
 
 def from_lengths(tokens: int) -> Callable[[], Any]:

@@ -44,7 +44,7 @@ CPU_ONLY = {
 
 # functions of each package that derive boundaries from position ids
 DERIVING = {
-    "fa2patch": {"recognise"},
+    "fa2patch": {"find_boundaries"},
     "transformers": {"prepare_fa2_from_position_ids", "prepare_fa_kwargs_from_position_ids"},
 }
 

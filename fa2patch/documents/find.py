@@ -48,13 +48,13 @@ def boundaries(position_ids: torch.Tensor) -> Boundaries:
     """
     check_position_ids(position_ids)
     batch, length = (1, *position_ids.shape)[-2:]
-    found = recognise((batch, length), position_ids.device, position_ids=position_ids, always=True)
+    found = find_boundaries((batch, length), position_ids.device, position_ids=position_ids, always=True)
     assert found is not None, "it is asked for always"
     return found
 
 
 @uncompiled
-def recognise(
+def find_boundaries(
     shape: tuple[int, int],  # (batch, length)
     device: torch.device,  # where ``cu_seqlens`` will be
     *,
@@ -77,9 +77,25 @@ def recognise(
         check_mask(attention_mask, shape)
         check_readable("attention_mask", attention_mask, BoundaryConflict)
         attention_mask = None if _is_of_ones(attention_mask) else attention_mask
-    if position_ids is not None and is_plain(position_ids, attention_mask, seq_idx) and device.type != "meta":
-        return from_positions(position_ids.reshape(-1, shape[1]).expand(shape), device, always, first_position)
-    given = _read(shape, device, position_ids, attention_mask, seq_idx)
+    if position_ids is not None and device.type != "meta" and is_plain(position_ids, attention_mask, seq_idx):
+        ids = position_ids.reshape(-1, shape[1]).expand(shape)
+        found = from_positions(ids, device, always, first_position)
+    else:
+        given = _read(shape, device, position_ids, attention_mask, seq_idx)
+        dtype = torch.int64 if position_ids is None else position_ids.dtype
+        found = _compared(given, dtype, device, only_certain, first_position, training, always)
+    return found
+
+
+def _compared(
+    given: _Given | None,
+    dtype: torch.dtype,  # of the position ids
+    device: torch.device,
+    only_certain: bool,
+    first_position: int,
+    training: bool,
+    always: bool,
+) -> Boundaries | None:
     if given is None or _added_to_logits(given, only_certain):
         return None
     starts = _starts(given, only_certain, first_position, training)
@@ -88,8 +104,8 @@ def recognise(
         return None
     positions = int(given.axes.max()) + 1 if len(given.axes) else None
     found = _from_starts(_with_padding(starts, given.real), device, positions)
-    if packed and position_ids is not None:
-        _require_no_wrap(position_ids.dtype, int(given.axes.max()), found.max_seqlen + first_position)
+    if packed and positions is not None:
+        _require_no_wrap(dtype, positions - 1, found.max_seqlen + first_position)
     return found
 
 
@@ -384,15 +400,13 @@ def is_plain(
     position_ids: torch.Tensor | None, attention_mask: torch.Tensor | None, seq_idx: torch.Tensor | None
 ) -> bool:
     """Whether position ids on one axis are all that a batch says of its documents."""
-    if position_ids is None or attention_mask is not None or seq_idx is not None:
-        return False
-    return position_ids.dim() < 3 or position_ids.shape[0] == 1
+    one_axis = position_ids is not None and (position_ids.dim() < 3 or position_ids.shape[0] == 1)
+    return one_axis and attention_mask is None and seq_idx is None
 
 
 def from_positions(ids: torch.Tensor, device: torch.device, always: bool, first_position: int = 0) -> Boundaries | None:
     # The ids are [batch, length], and the batch says nothing else of its documents (is_plain).
-    dtype = ids.dtype
-    ids = ids.detach().to(device, torch.int64)
+    dtype, ids = ids.dtype, ids.detach().to(device, torch.int64)
     if device.type == "cpu":
         numbers = tensors.read(ids)
         starts = _breaks(numbers, 1)
@@ -401,19 +415,18 @@ def from_positions(ids: torch.Tensor, device: torch.device, always: bool, first_
         if packed and np.minimum.reduce(numbers, None) < first_position:
             starts[:, 1:] |= _behind_padding(numbers[:, 1:], numbers[:, :-1], starts[:, :-1], first_position)
         made = _from_starts(starts, device, last + 1) if packed or always else None
-        if made is not None and packed:
-            _require_no_wrap(dtype, last, made.max_seqlen + first_position)
-        return made
-    # The device looks for first tokens, and the host reads four numbers, whatever the length of the rows.
-    ends, found = _on_device(ids)
-    documents, longest, least, last = tensors.read(found).tolist()
-    packed = documents > ids.shape[0]
-    if packed:
-        _require_no_wrap(dtype, last, longest + first_position)
-    if packed and least < first_position:  # so few batches have such ids that another read costs less than looking
-        ends, found = _on_device(ids, first_position)
-        documents, longest, *_ = tensors.read(found).tolist()
-    return Boundaries(ends[: documents + 1], longest, last + 1) if packed or always else None
+    else:
+        # The device looks for first tokens, and the host reads four numbers, whatever the length of the rows.
+        ends, found = _on_device(ids)
+        documents, longest, least, last = tensors.read(found).tolist()
+        packed = documents > ids.shape[0]
+        if packed and least < first_position:  # so few batches have such ids that another read costs less than looking
+            ends, found = _on_device(ids, first_position)
+            documents, longest, *_ = tensors.read(found).tolist()
+        made = Boundaries(ends[: documents + 1], longest, last + 1) if packed or always else None
+    if made is not None and packed:
+        _require_no_wrap(dtype, last, made.max_seqlen + first_position)
+    return made
 
 
 def _on_device(ids: torch.Tensor, first_position: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:

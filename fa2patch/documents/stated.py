@@ -70,7 +70,7 @@ def from_cu_seqlens(
     if not (cu.is_cuda and attention_mask is None and _in_one_launch(cu, keys, shape, position_ids, longest)):
         checks = _ends(cu, shape[0] * shape[1], longest, lengths)
         if keys is not None:
-            checks.append(_same(cu, keys))
+            checks.append(Check((cu == keys).all(), BoundaryConflict, _KEYS))
         checks += _agreement(cu, shape, position_ids, attention_mask, lengths is not None)
         (require_all if lengths is None else require_here)(checks)
     if parents is not None:
@@ -101,7 +101,7 @@ def _in_one_launch(
     cu: torch.Tensor, keys: torch.Tensor | None, shape: tuple[int, int], ids: torch.Tensor | None, longest: int | None
 ) -> bool:
     """Assert everything by one kernel, if there is one for this device and these arguments, and return whether."""
-    # _ends, _same and _agreement look at the same by fifteen operators.
+    # _ends and _agreement look at the same by fifteen operators.
     if compiling() or transforming() or type(cu) is not torch.Tensor:
         return False
     if cu.device.index != torch.cuda.current_device():  # where Triton launches
@@ -160,10 +160,6 @@ def _ends(cu: torch.Tensor, tokens: int, max_seqlen: int | None, lengths: tuple[
     if max_seqlen is not None:
         checks.append(Check(longest <= max_seqlen, BadCuSeqlens, _LONGEST, (max_seqlen,)))
     return checks
-
-
-def _same(cu: torch.Tensor, cu_k: torch.Tensor) -> Check:
-    return Check((cu == cu_k).all(), BoundaryConflict, _KEYS)
 
 
 def _agreement(

@@ -113,19 +113,20 @@ def check_position_ids(position_ids: Any, shape: tuple[int, int] | None = None) 
 
 
 def check_cu_seqlens(cu_seqlens: Any) -> None:
-    if is_integers(cu_seqlens) and cu_seqlens.numel() > 1:
-        return
-    raise BadCuSeqlens(f"cu_seq_lens: expected an integer tensor [documents + 1], found {described(cu_seqlens)}.")
+    if not is_integers(cu_seqlens) or cu_seqlens.numel() < 2:
+        raise BadCuSeqlens(f"cu_seq_lens: expected an integer tensor [documents + 1], found {described(cu_seqlens)}.")
 
 
 def check_max_seqlen(max_seqlen: Any) -> None:
     if isinstance(max_seqlen, torch.Tensor):
-        if _is_dense(max_seqlen) and max_seqlen.dtype in _INTEGERS and max_seqlen.numel():
-            return check_readable("max_length", max_seqlen, BadCuSeqlens)
-    elif max_seqlen is None or (isinstance(max_seqlen, (int, np.integer)) and max_seqlen < 2**31):
-        return None
-    found = described(max_seqlen) if isinstance(max_seqlen, torch.Tensor) else repr(max_seqlen)
-    raise BadCuSeqlens(f"max_length: expected the longest document's length, an int, found {found}.")
+        good, found = is_integers(max_seqlen) and max_seqlen.numel() > 0, described(max_seqlen)
+    else:
+        good = max_seqlen is None or (isinstance(max_seqlen, (int, np.integer)) and bool(max_seqlen < 2**31))
+        found = "" if good else repr(max_seqlen)
+    if not good:
+        raise BadCuSeqlens(f"max_length: expected the longest document's length, an int, found {found}.")
+    if isinstance(max_seqlen, torch.Tensor):
+        check_readable("max_length", max_seqlen, BadCuSeqlens)
 
 
 def check_seq_idx(seq_idx: Any, shape: tuple[int, int]) -> None:

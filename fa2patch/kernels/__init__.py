@@ -1,5 +1,6 @@
 """Kernels, which compute variable-length attention, and the choice among them."""
 
+from .options import FEATURES, Options
 from .picks import (
     BY_NAME_ONLY,
     NAMES,
@@ -14,7 +15,7 @@ from .picks import (
     pick,
     register_kernel,
 )
-from .protocol import FEATURES, Asked, Kernel, Options, asked_by
+from .protocol import Asked, Kernel, asked_by
 
 __all__ = [
     "BY_NAME_ONLY",

@@ -18,7 +18,8 @@ import torch
 from .._torch import uncompiled
 from ..documents.boundaries import Boundaries
 from ..documents.tensors import read
-from .protocol import HALF, Kernel, Options
+from .options import Options
+from .protocol import HALF, Kernel
 
 MOST_DOCUMENTS = 2048  # in a call; the documentation allows up to 2K
 

@@ -17,7 +17,8 @@ from .._torch import compiling, uncompiled
 from ..documents.boundaries import Boundaries, Keys, document_of
 from ..documents.trees import Level
 from .cascade import Cascade, levels_of
-from .protocol import HALF, IN_32_BITS, Kernel, Options
+from .options import Options
+from .protocol import HALF, IN_32_BITS, Kernel
 
 _FLASH, _FLASH_BACKWARD = "_flash_attention_forward", "_flash_attention_backward"
 _CPU_FLASH = "_scaled_dot_product_flash_attention_for_cpu"

@@ -16,7 +16,8 @@ import torch
 
 from .._torch import constant, uncompiled
 from ..documents.boundaries import Boundaries, document_of
-from .protocol import HALF, IN_32_BITS, Kernel, Options
+from .options import Options
+from .protocol import HALF, IN_32_BITS, Kernel
 
 
 class Flex(Kernel):

@@ -17,7 +17,8 @@ from ..documents.boundaries import Boundaries
 from ..errors import BadArgument, KernelUnavailable, KernelWrong, PackingNotIsolated, UnknownKernel
 from .aten import Efficient, TorchVarlen
 from .flex import Flex
-from .protocol import FEATURES, HALF, Asked, Kernel, Options, asked_as, asked_by, capability, described_call, scaled
+from .options import FEATURES, Options, scaled
+from .protocol import HALF, Asked, Kernel, asked_as, asked_by, capability, described_call
 from .reference import Reference
 from .trial import passes_trial
 from .varlen import FlashAttn, FlashAttn3, FlashAttn4, Hub
@@ -62,7 +63,7 @@ def packed_attention(
             f"found {q.shape[2]} query, {k.shape[2]} key and {v.shape[2]} value heads: expected as many key as value "
             "heads, and a multiple of them as query heads."
         )
-    if options.sinks is not None or options.alibi_slopes is not None:
+    if options.by_head:
         options.require_heads(q.shape[2])
     if isinstance(options.scale, torch.Tensor):
         q, options = scaled(q, options)

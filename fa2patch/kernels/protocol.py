@@ -1,4 +1,4 @@
-"""The base class of kernels, the options of a layer, and the description of a call that a kernel must support.
+"""The base class of kernels, and the description of a call that a kernel must support.
 
 For most kernels, spans (tokens of a picture, which see each other in both directions) are computed by a second call. It
 has the spans' queries, with the keys of their document up to the span's end, and replaces results of the first call.
@@ -7,7 +7,7 @@ has the spans' queries, with the keys of their document up to the span's end, an
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Callable, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,105 +16,11 @@ from .._torch import compiling, constant, uncompiled
 from ..documents.boundaries import Boundaries, Keys
 from ..documents.tensors import require
 from ..errors import KernelUnavailable, PackingNotIsolated
-
-FEATURES = ("window", "softcap", "sinks", "alibi", "dropout", "deterministic", "trees", "spans")
-"""Features beyond plain attention. ``deterministic`` means a deterministic backward and is torch's global switch;
-``trees`` means segments that share a parent, such as completions of one prompt; ``spans`` means tokens that see each
-other in both directions in a document that is causal otherwise, such as those of a picture."""
+from .options import FEATURES, Options
 
 HALF = (torch.float16, torch.bfloat16)
 
 IN_32_BITS = 2**31 - 1  # some kernels count elements in 32 bits
-
-
-@dataclass(frozen=True)
-class Options:
-    """The options of an attention layer besides q, k and v.
-
-    Attributes:
-        scale: factor of the logits, a number; None means ``head_dim ** -0.5``. A tensor (a learned temperature, one
-            value for each head) is multiplied by ``[batch, heads, queries, keys]``, and has one value for all keys.
-        causal: whether a query sees no later key.
-        window: sliding window W in tokens: a query at i sees only keys j with ``|i - j| < W``. None is no window. (As
-            in eager attention and in Transformers' flash path since 4.56; up to 4.55 that path saw one token more.)
-        softcap: logits become ``softcap * tanh(logits / softcap)``; None leaves them unchanged.
-        dropout: probability with which attention weights are dropped.
-        sinks: ``[query heads]`` logits of a virtual key without a value (GPT-OSS), or None.
-        alibi_slopes: float ``[query heads]``; ``-slope * |i - j|`` is added to the logits. None adds nothing.
-
-    In the place of a number, a tensor of one value that needs no gradient is read.
-
-    Raises:
-        PackingNotIsolated: ``window`` is less than 1, or an option is no such number.
-    """
-
-    scale: Any = None  # what kernels get is a number, which a checker of types could not know
-    causal: bool = True
-    window: int | None = None
-    softcap: float | None = None
-    dropout: float = 0.0
-    sinks: torch.Tensor | None = None
-    alibi_slopes: torch.Tensor | None = None
-
-    def __post_init__(self) -> None:
-        # in the usual case no loop: dynamo traces each step, in every layer
-        is_one = isinstance(self.window, torch.Tensor) or isinstance(self.softcap, torch.Tensor)
-        if is_one or isinstance(self.dropout, torch.Tensor):
-            for name in ("window", "softcap", "dropout"):
-                object.__setattr__(self, name, one_number(name, getattr(self, name)))
-        if self.sinks is not None or self.alibi_slopes is not None:
-            for name in ("sinks", "alibi_slopes"):
-                by_head = getattr(self, name)
-                if by_head is not None and by_head.dim() != 1:
-                    object.__setattr__(self, name, by_head.flatten())  # eager code reshapes them to [1, heads, 1, 1]
-        if self.window is not None and self.window < 1:
-            raise PackingNotIsolated(
-                f"a sliding window of {self.window} tokens shows a query nothing; None is no window."
-            )
-
-    def require_heads(self, heads: int) -> None:
-        """Raise :class:`PackingNotIsolated` if there are not as many sinks, or slopes, as query heads."""
-        for name in ("sinks", "alibi_slopes"):
-            by_head = getattr(self, name)
-            if by_head is not None and by_head.shape[0] != heads:
-                raise PackingNotIsolated(
-                    f"an attention layer's {name}: expected one for each of {heads} query heads, found "
-                    f"{by_head.shape[0]}. Make them as many, or train padded."
-                )
-
-
-def one_number(name: str, value: Any) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return value
-    learned = value.requires_grad and torch.is_grad_enabled()
-    if learned or value.numel() != 1:
-        found = "that needs a gradient" if learned else "of several values"
-        raise PackingNotIsolated(
-            f"an attention layer's {name}: expected a number, found a tensor {list(value.shape)} {found}. No kernel "
-            "has it. Make it a number, or train padded."
-        )
-    return value.item()
-
-
-def times(states: torch.Tensor, factor: torch.Tensor, by: Callable[..., torch.Tensor] = torch.mul) -> torch.Tensor:
-    # The factor is meant for logits ``[..., keys]``, and is applied to queries ``[..., head dim]`` in their place. The
-    # product is rounded once, to the dtype of the queries.
-    if factor.dim() == 0 and factor.device == states.device:  # one of the host is no copy, nor a wait
-        factor = factor[None]  # a dimension, so that the product has the better dtype of both
-    if factor.dim() == 0 or (factor.shape[-1] == 1 and factor.dim() <= states.dim()):
-        product = by(states, factor).to(states.dtype)
-        if product.shape == states.shape:
-            return product
-    raise PackingNotIsolated(
-        f"an attention layer's scale: expected a number, or a tensor with one value for each head or query, found "
-        f"{list(factor.shape)} for queries {list(states.shape)}. No kernel scales keys apart. Train padded."
-    )
-
-
-def scaled(q: torch.Tensor, options: Options) -> tuple[torch.Tensor, Options]:
-    # A scale that is a tensor is multiplied into the queries ``[batch, length, heads, head dim]``, so that its gradient
-    # flows.
-    return times(q.transpose(1, 2), options.scale).transpose(1, 2), replace(options, scale=1.0)
 
 
 class Asked(NamedTuple):
@@ -153,17 +59,9 @@ def asked_by(
 def described_call(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, trees: bool, spans: bool
 ) -> tuple[Any, ...]:
-    # The fields of Asked, with a bool for each of FEATURES in the place of the names.
-    needed = (
-        options.window is not None,
-        options.softcap is not None,
-        options.sinks is not None,
-        options.alibi_slopes is not None,
-        options.dropout > 0,
-        False,  # ``deterministic``: no tensor says it, and a graph is captured again when it changes
-        trees,
-        spans,
-    )
+    # The fields of Asked, with a bool for each of FEATURES in the place of the names. ``deterministic`` is False: no
+    # tensor says it, and a graph is captured again when it changes.
+    needed = (*options.needed(), False, trees, spans)
     gradients = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     heads, dims = (q.shape[-2], k.shape[-2]), (q.shape[-1], v.shape[-1])
     return (q.device.type, q.dtype, *heads, *dims, options.causal, needed, gradients)
@@ -345,8 +243,7 @@ def _some_heads_at_a_time(
     outputs = []
     for number, own in enumerate(queries):
         at, seen = slice(number * heads, (number + 1) * heads), number * len(keys) // len(queries)
-        sinks, slopes = (x if x is None else x[at] for x in (options.sinks, options.alibi_slopes))
-        of_part = replace(options, sinks=sinks, alibi_slopes=slopes)
+        of_part = options.with_heads(lambda by_head: by_head[at])
         states = own.contiguous(), keys[seen].contiguous(), values[seen].contiguous()
         outputs.append(kernel(*states, boundaries, of_part))
     return torch.cat(outputs, 1)

@@ -17,7 +17,8 @@ from ..documents.boundaries import Boundaries
 from .aten import CpuFlash
 from .cascade import Cascade, levels_of
 from .grouping import shared_calls
-from .protocol import FEATURES, Kernel, Options
+from .options import FEATURES, Options
+from .protocol import Kernel
 
 
 class Reference(Kernel):
@@ -69,11 +70,9 @@ def over_documents(
         return Cascade.apply(  # type: ignore[no-untyped-call,no-any-return]
             q, k, v, options.sinks, True, levels_of(boundaries), flash
         )
-    sinks, slopes = options.sinks, options.alibi_slopes
-    if sinks is not None or slopes is not None:
+    if options.by_head:
         exact = torch.promote_types(q.dtype, torch.float32)  # in it, their gradients are added up over the calls
-        sinks, slopes = (x if x is None else x.to(exact) for x in (sinks, slopes))
-        options = replace(options, sinks=sinks, alibi_slopes=slopes)
+        options = options.with_heads(lambda by_head: by_head.to(exact))
     calls, last = shared_calls(boundaries, q.shape[1] * q.shape[2], options.causal)
     if tree is None:
         states = [calls.split(x) for x in (q, k, v)]

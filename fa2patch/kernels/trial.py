@@ -15,7 +15,8 @@ import torch
 from .._torch import is_no_verdict, outside_the_forward
 from ..comparison import distance
 from ..documents.boundaries import document_of
-from .protocol import Asked, Kernel, Options
+from .options import TABLE, Options
+from .protocol import Asked, Kernel
 from .reference import Reference
 
 if TYPE_CHECKING:  # the rows are made in a trial, and every process pays for an import
@@ -93,16 +94,20 @@ def _compared(kernel: Kernel, asked: Asked, device: torch.device) -> tuple[bool,
                 return False, f"{reason}, or no numbers"
         error = distance(found[4:], truth[4:])
         if error > 2 * bound:  # sums over all tokens
-            return False, f"tried on this machine, its gradients of sinks are off by {error:.0%}{again}, or no numbers"
+            return (
+                False,
+                f"tried on this machine, its gradients of what heads learn are off by {error:.0%}{again}, or no numbers",
+            )
     return True, ""
 
 
 def _computed(by: Kernel, call: Call, dtype: torch.dtype, gradients: bool) -> list[torch.Tensor]:
     row, options = call.row, call.options
     leaves = [x.detach().requires_grad_() for x in row.states]
-    if options.sinks is not None:
-        leaves.append(options.sinks.detach().requires_grad_())
-        options = replace(options, sinks=leaves[3])
+    learned = {row.name: getattr(options, row.name) for row in TABLE if row.learned}
+    learned = {name: value.detach().requires_grad_() for name, value in learned.items() if value is not None}
+    leaves += learned.values()
+    options = replace(options, **learned)
     output = by(leaves[0], leaves[1], leaves[2], row.documents, options)
     return [output] if not gradients else [output, *torch.autograd.grad(output, leaves, row.direction.to(dtype))]
 

@@ -13,7 +13,8 @@ from typing import NamedTuple
 import torch
 
 from ..documents.boundaries import Boundaries
-from .protocol import Asked, Options
+from .options import Options, for_trial
+from .protocol import Asked
 
 # One token; less than a block of keys; one block; more than a block, and not a multiple of one; then a document with
 # outliers, one of constant rows, one of equal keys; and one of several blocks of queries.
@@ -30,9 +31,9 @@ PARENTS = (-1, -1, 1, 1, 3, 3, -1, 6, -1)
 # beginning, inside one, two side by side, a whole document, and at a document's end. None is longer than the window.
 SPANS = ((1, 10), (30, 39), (39, 46), (71, 76), (200, 209), (264, 273), (290, 299), (372, 381))
 
-# The scale is relative to the usual one, so that a kernel that ignores the argument fails. The slopes are small, so
-# that the keys at a window's edge still have a weight.
-WINDOW, SOFTCAP, SCALE, SLOPE = 9, 2.0, 0.7, 0.3
+# The scale is relative to the usual one, so that a kernel that ignores the argument fails. The values of the other
+# options are in their table.
+SCALE = 0.7
 
 # The logits of the document of constant rows, about. ``exp`` of it is no number in float32.
 LOGIT = 120.0
@@ -74,18 +75,8 @@ def trial_row(asked: Asked, drawn: torch.Generator, device: torch.device) -> Row
 
 
 def options_of(asked: Asked, drawn: torch.Generator, device: torch.device) -> Options:
-    sinks = 2 * torch.randn(asked.heads, generator=drawn)
-    sinks[0] += 5  # so that it has a weight beside many keys
-    sinks = sinks.to(device, asked.dtype)  # of q's dtype, so that each dtype has the same values
-    slopes = SLOPE * torch.rand(asked.heads, generator=drawn)
-    return Options(
-        scale=SCALE * asked.head_dim**-0.5,
-        causal=asked.causal,
-        window=WINDOW if "window" in asked.features else None,
-        softcap=SOFTCAP if "softcap" in asked.features else None,
-        sinks=sinks if "sinks" in asked.features else None,
-        alibi_slopes=slopes.to(device) if "alibi" in asked.features else None,
-    )
+    values = for_trial(asked.features, asked.heads, drawn, device, asked.dtype)
+    return Options(scale=SCALE * asked.head_dim**-0.5, causal=asked.causal, **values)
 
 
 class Call(NamedTuple):
@@ -101,17 +92,17 @@ def calls(row: Row, options: Options, exact: torch.dtype) -> Iterator[Call]:
     # Rotary embeddings leave q and k with the heads before the tokens, and v is a part of a projection.
     heads_first = (x.transpose(0, 1).contiguous().transpose(0, 1) for x in (q, k))
     yield Call(Row((*heads_first, _parts(k, v)[1]), _parts(row.direction)[0], documents), options, tokens)
-    # Now all three are parts of one projection, the longest length is an upper bound, sinks are in float32, and the
-    # documents are in the opposite order unless a tree or spans say where they are.
+    # Now all three are parts of one projection, the longest length is an upper bound, what heads learn is in float32,
+    # and the documents are in the opposite order unless a tree or spans say where they are.
     bound = replace(documents, max_seqlen=2 * documents.max_seqlen, made={})
     if documents.parents is None and documents.until is None:
         tokens = torch.cat(torch.split(tokens, list(documents.lengths))[::-1])
         ends = torch.tensor([0, *documents.lengths[::-1]]).cumsum(0).to(documents.cu_seqlens)
         bound = replace(bound, cu_seqlens=ends, _lengths=documents.lengths[::-1])
-    sinks = None if options.sinks is None else options.sinks.to(exact)
     states = _parts(q[tokens], k[tokens], v[tokens])
     direction = _parts(row.direction[tokens], row.direction[tokens])[1]
-    yield Call(Row(states, direction, bound), replace(options, sinks=sinks), tokens)
+    options = options.with_heads(lambda by_head: by_head.to(exact), learned=True)
+    yield Call(Row(states, direction, bound), options, tokens)
 
 
 def _parts(*states: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -20,7 +20,8 @@ import torch
 from .._torch import is_no_verdict
 from ..documents.boundaries import Boundaries
 from ..errors import NothingProven
-from .protocol import IN_32_BITS, Kernel, Options, capability
+from .options import Options
+from .protocol import IN_32_BITS, Kernel, capability
 
 # The names that the parameter for a feature has in different builds.
 PARAMETERS = {

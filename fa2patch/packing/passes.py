@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from ..documents.find import recognise
+from ..documents.find import find_boundaries
 from ..documents.names import IGNORED_LABEL, LABELS, LENGTHS, LOSS_LABELS, PARENTS, REAL, TOKENS, MediaRow
 from ..documents.row_shape import PLAIN, RowShape
 from ..documents.stated import from_cu_seqlens
@@ -327,7 +327,7 @@ def _documents(batch: Mapping[str, Any], ids: torch.Tensor) -> list[int] | None:
         )
     if batch.get("cu_seq_lens_q") is not None:
         return list(from_cu_seqlens(batch["cu_seq_lens_q"], None, shape, **said).lengths)
-    found = recognise(shape, ids.device, **said, seq_idx=batch.get("seq_idx"))
+    found = find_boundaries(shape, ids.device, **said, seq_idx=batch.get("seq_idx"))
     return None if found is None else list(found.lengths)
 
 

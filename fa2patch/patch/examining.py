@@ -108,30 +108,31 @@ def examine(patch: Examined, module: Model, call: Call, mask: PackedMask) -> Non
         found = _examined(examination.number, mask.boundaries.parents is not None)
         if found:
             raise PackingNotIsolated(found)
-        return
-    if examination.under_way or thread.proves or looking.thread.calls is not None:
-        return
-    looking.thread.read = None
-    for name in () if patch.stated else LENGTHS:
-        patch.stated = patch.stated or call.get(name) is not None
-    if getattr(call.get("position_ids"), attached.PADDING, None) is None:
-        heads.require_patched(patch)
-        patch.tally.rows = True
-    if vars(module).get("_is_replica") or patch.model.__dict__.get(MARK) is not patch:  # reverted
-        return
-    kept = examination.structure  # asked here, so that a batch of a model as it was needs no other call
+    elif not (examination.under_way or thread.proves or looking.thread.calls is not None):
+        looking.thread.read = None
+        for name in () if patch.stated else LENGTHS:
+            patch.stated = patch.stated or call.get(name) is not None
+        if getattr(call.get("position_ids"), attached.PADDING, None) is None:
+            heads.require_patched(patch)
+            patch.tally.rows = True
+        reverted = patch.model.__dict__.get(MARK) is not patch
+        if not (reverted or vars(module).get("_is_replica")):
+            _examine_now(patch, module, call, mask)
+
+
+def _examine_now(patch: Examined, module: Model, call: Call, mask: PackedMask) -> None:
+    kept = patch.examination.structure  # asked here, so that a batch of a model as it was needs no other call
     if (kept is None or not kept.is_as_kept()) and _has_changed(patch):
         with _lock:
             if _has_changed(patch):
                 patch.renew()
-        examination = patch.examination
+    examination = patch.examination
     patch.computes_packed = True
     if examination.structure is not None and examination.structure.watches:
         examination.batch = module, call, mask, torch.is_grad_enabled()
-    if not examination.must:
-        return
-    with _lock:  # another thread's batch may be what is being proven
-        _examine(patch, module, call, mask)
+    if examination.must:
+        with _lock:  # another thread's batch may be what is being proven
+            _examine(patch, module, call, mask)
 
 
 def _examine(patch: Examined, module: Model, call: Call, mask: PackedMask) -> None:

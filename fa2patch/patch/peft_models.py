@@ -15,7 +15,7 @@ import torch
 from .._torch import compiling
 from .._types import Args, Call, Function
 from ..binding import ABSENT, bind
-from ..documents.find import recognise
+from ..documents.find import find_boundaries
 from ..documents.names import LENGTHS
 from ..errors import PackingNotIsolated
 from ..upstream import foreign, inspecting
@@ -125,5 +125,5 @@ def _packed(call: Call) -> str:
         mask = None
     if ids is None and idx is None and (mask is None or mask.dtype == torch.bool):
         return ""
-    found = recognise(shape, tokens.device, position_ids=ids, attention_mask=mask, seq_idx=idx)
+    found = find_boundaries(shape, tokens.device, position_ids=ids, attention_mask=mask, seq_idx=idx)
     return f"{len(found)} documents in {shape[0]} row{'s' * (shape[0] > 1)}" if found is not None else ""

@@ -12,7 +12,7 @@ import torch
 
 from .._types import Call, Model
 from ..documents.boundaries import Boundaries
-from ..documents.find import recognise
+from ..documents.find import find_boundaries
 from ..documents.names import LABELS, LENGTHS, LOSS_LABELS, LOSS_WEIGHTS, MEDIA, PARENTS, REAL, TOKENS, MediaRow
 from ..documents.stated import from_cu_seqlens
 from ..documents.tensors import described, is_integers
@@ -132,7 +132,7 @@ def slices_of(batch: Call) -> list[RowSlice]:
     mask = mask if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None
     said: dict[str, Any] = {"position_ids": batch.get("position_ids"), "attention_mask": mask}
     if batch.get("cu_seq_lens_q") is None:
-        found = recognise(shape, ids.device, **said, seq_idx=batch.get("seq_idx"))
+        found = find_boundaries(shape, ids.device, **said, seq_idx=batch.get("seq_idx"))
     else:
         found = from_cu_seqlens(batch["cu_seq_lens_q"], None, shape, **said, parents=batch.get(PARENTS))
     if found is None or sum(length > 0 for length in found.lengths) <= 1:

@@ -103,10 +103,8 @@ def read_batch(call: Call, has_mixers: bool) -> Batch | None:
     # The result is None for a call that is dense in any case.
     tokens: Any = call.get("input_ids")
     tokens = call.get("inputs_embeds") if tokens is None else tokens
-    if tokens is None:
-        return None
     position_ids, lengths = call.get("position_ids"), passed(call, LENGTHS)
-    if position_ids is None and getattr(tokens, "ndim", 0) < 2 and not lengths:
+    if tokens is None or (getattr(tokens, "ndim", 0) < 2 and position_ids is None and not lengths):
         return None  # GPT-2 accepts one row of ids without a batch dimension
     shape, device = batch_shape(call)
     if lengths:
@@ -115,22 +113,22 @@ def read_batch(call: Call, has_mixers: bool) -> Batch | None:
     mask = given if isinstance(given, torch.Tensor) and given.dim() == 2 and given.shape[0] == shape[0] else None
     if mask is not None and mask.shape[1] != shape[1]:  # with a cache, the mask is [batch, cached + length]
         mask = mask[:, -shape[1] :] if cached and mask.shape[1] > shape[1] else None
-    if given is not None and mask is None and (cached or (is_for_queries(given) and not (lengths or has_mixers))):
-        return None  # a mask for every query, which generate() with a static cache also makes
-    if position_ids is not None:
-        check_position_ids(position_ids, shape)
-    if mask is not None and "cu_seq_lens_q" in lengths and lengths["cu_seq_lens_q"].numel() == shape[0] + 1:
-        del lengths["cu_seq_lens_q"]  # 4.54's generate(): one sequence in each padded row, as the mask says
-    if lengths or shape[1] > 1:
-        _refuse_capture(device, call if "cu_seq_lens_q" in lengths else {})
-    return Batch(shape, device, lengths, position_ids, mask, cached)
+    # a mask for every query, which generate() with a static cache also makes
+    dense = given is not None and mask is None and (cached or (is_for_queries(given) and not (lengths or has_mixers)))
+    if not dense:
+        if position_ids is not None:
+            check_position_ids(position_ids, shape)
+        if mask is not None and "cu_seq_lens_q" in lengths and lengths["cu_seq_lens_q"].numel() == shape[0] + 1:
+            del lengths["cu_seq_lens_q"]  # 4.54's generate(): one sequence in each padded row, as the mask says
+        if lengths or shape[1] > 1:
+            _refuse_capture(device, call if "cu_seq_lens_q" in lengths else {})
+    return None if dense else Batch(shape, device, lengths, position_ids, mask, cached)
 
 
 def _refuse_capture(device: torch.device, stated: Call) -> None:
     # The CUDA graph would replay this batch's documents.
-    if device.type == "cuda" and not compiling() and torch.cuda.is_current_stream_capturing():
-        if _replays(stated, device):
-            return
+    capturing = device.type == "cuda" and not compiling() and torch.cuda.is_current_stream_capturing()
+    if capturing and not _replays(stated, device):
         raise PackingNotIsolated(
             "a CUDA graph is being captured: it would keep this batch's documents and compute others wrong. Pass "
             "cu_seq_lens_q on the model's device and max_length_q as an int, of the same size and number in every "
@@ -175,7 +173,7 @@ def is_for_queries(mask: object) -> bool:
 
 def has_pictures(call: Call) -> bool:
     # pictures, films or sound
-    for name in call:  # noqa: SIM110 - any() of a generator is two calls more, and of both lists this is the shorter one
-        if name in MEDIA and call[name] is not None:
-            return True
-    return False
+    found = False
+    for name in call:  # any() of a generator is two calls more, and of both lists this is the shorter one
+        found = found or (name in MEDIA and call[name] is not None)
+    return found

@@ -9,7 +9,7 @@ import torch
 from .._torch import HAS_OPERATORS, compiling, recording, transforming
 from .._types import Call
 from ..documents.boundaries import Boundaries
-from ..documents.find import in_graph, is_plain, recognise
+from ..documents.find import find_boundaries, in_graph, is_plain
 from ..documents.names import LENGTHS, PARENTS
 from ..documents.stated import from_cu_seqlens
 from ..documents.tensors import largest
@@ -39,16 +39,15 @@ def packed_mask_of(
     facts, first = patch.facts, patch.facts.first_position
     batch = read_batch(call, facts.has_mixers)
     rows = batch if part is None else of_whole_rows(batch, part, call)
-    if batch is None or rows is None:
-        if not made_inside:
-            _refuse_rows_beside_a_causal_mask(call, first)
-        return None
-    says = batch.lengths or batch.position_ids is not None or batch.mask is not None
+    says = batch is not None and (batch.lengths or batch.position_ids is not None or batch.mask is not None)
     captured = compiling()  # not as the step knows it: behind a graph break, dynamo may trace this function alone
     if says and not (made_inside or captured) and recording():
         refuse_recording("make_fx (or aot_function, or what is made of them)")
-    found: Boundaries | None
-    if "cu_seq_lens_q" in batch.lengths:
+    found: Boundaries | None = None
+    if batch is None or rows is None:
+        if not made_inside:
+            _refuse_rows_beside_a_causal_mask(call, first)
+    elif "cu_seq_lens_q" in batch.lengths:
         found = _stated(rows, facts.both_ways)
         if part is not None and batch.position_ids is not None:  # ids of the part, which must not contradict them
             cu = part.clipped(found.cu_seqlens, batch.shape)
@@ -61,9 +60,8 @@ def packed_mask_of(
         # because upstream's code knows only a part of each row, or if the model takes no position ids.
         every, seq_idx, mask = always or part is not None, rows.lengths.get("seq_idx"), rows.mask
         tells = rows.position_ids is not None or seq_idx is not None or (mask is not None and mask.dtype != torch.bool)
-        found = None
         if tells and (rows.shape[1] != 1 or every):
-            found = recognise(
+            found = find_boundaries(
                 rows.shape,
                 rows.device,
                 position_ids=rows.position_ids,
@@ -74,20 +72,21 @@ def packed_mask_of(
                 first_position=first,
                 training=training,
             )
-    if found is None:
-        if part is not None:
-            refuse_unsaid(call)
-        return None
-    _refuse_what_cannot_be_packed(call, batch, training, captured)
-    if batch.mask is not None:  # router losses weigh a token by its number in the mask
-        call["attention_mask"] = (batch.mask != 0).to(batch.mask.dtype)
-    ids, pictures = batch.position_ids, has_pictures(call)
-    if ids is None or pictures:
-        ids = call["position_ids"] = _position_ids(call, patch, batch, rows.shape, found, part, pictures)
-    longest = rows.shape[1] if found.positions is None else found.positions  # the row's length is enough
-    if facts.rope is not None:
-        longest = _within_rope(found, facts.rope, rows.shape, ids, part is not None)
-    return PackedMask(found, patch.picks, batch.shape, longest, ids, facts, real=batch.mask, part=part)
+    packed: PackedMask | None = None
+    if batch is not None and rows is not None and found is not None:
+        _refuse_what_cannot_be_packed(call, batch, training, captured)
+        if batch.mask is not None:  # router losses weigh a token by its number in the mask
+            call["attention_mask"] = (batch.mask != 0).to(batch.mask.dtype)
+        ids, pictures = batch.position_ids, has_pictures(call)
+        if ids is None or pictures:
+            ids = call["position_ids"] = _position_ids(call, patch, batch, rows.shape, found, part, pictures)
+        longest = rows.shape[1] if found.positions is None else found.positions  # the row's length is enough
+        if facts.rope is not None:
+            longest = _within_rope(found, facts.rope, rows.shape, ids, part is not None)
+        packed = PackedMask(found, patch.picks, batch.shape, longest, ids, facts, real=batch.mask, part=part)
+    elif part is not None:
+        refuse_unsaid(call)
+    return packed
 
 
 def _refuse_rows_beside_a_causal_mask(call: Call, first: int) -> None:

@@ -133,12 +133,14 @@ def _is_ours(forward: object) -> bool:
 
 def on_top(module: object) -> bool:
     """Whether ``module.forward`` is our function, directly or below accelerate's hooks."""
+    cls: Any = type(module)
     own = module.__dict__.get("forward")
     if own is None:
-        cls: Any = type(module)
-        return of_class(cls.forward)
-    hooked = compiling() or _calls_hooked(own)  # else the forward was replaced above the hooks
-    return _is_ours(module.__dict__.get(HOOKED, own) if hooked else own)
+        is_ours = of_class(cls.forward)
+    else:
+        hooked = compiling() or _calls_hooked(own)  # else the forward was replaced above the hooks
+        is_ours = _is_ours(module.__dict__.get(HOOKED, own) if hooked else own)
+    return is_ours
 
 
 def looks_up_hooked(own: object) -> bool:

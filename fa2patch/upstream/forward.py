@@ -54,7 +54,9 @@ def entered(original: Function) -> Function:
             piece.delivered = True
             call = {**call, **piece.content.whole}
         step = Step(self, patch, role, calls, args, call)
-        _recognise(step)
+        if role.innermost and not step.captured:
+            thread.times += 1
+        recognise(step)
         budget = patch.budget
         output = prepare(step)(step, step.mask) if budget is None else budget.computed(step)
         for trait, found in patch.after:
@@ -99,53 +101,93 @@ def _without_names(patch: Patched, role: Role, original: Function, module: Any, 
 # 2. What the batch says of documents: an outer model has found it, or it is looked for
 
 
-def _recognise(step: Step) -> None:
-    role, facts, calls, call = step.role, step.patch.facts, step.calls, step.call
-    if role.innermost and not step.captured:
-        thread.times += 1
-    given, carried = call.get("attention_mask"), call.get(facts.carrier)
+def recognise(step: Step) -> None:
+    """Take the packed mask that an outer model has passed or attached, or make one of what the call says."""
+    role, call = step.role, step.call
+    given, carried = call.get(MASK), call.get(step.patch.facts.carrier)
     if isinstance(given, dict):
         step.mask = mask_among([*given.values(), carried])
     else:
         step.mask = given if isinstance(given, PackedMask) else carried if isinstance(carried, PackedMask) else None
-    step.handed = step.mask is not None
-    if step.handed:
-        return
-    piece = getattr(call.get("position_ids"), attached.MASK, None)
-    if piece is None and role.innermost and _was_found_dense(step):
-        return
-    step.mask = find_mask(step, piece, _unprepared_by(step) if piece is None else None)
-    if step.mask is None:
-        return
-    given = call.get("attention_mask")
-    if role.innermost and given is not None and is_for_queries(given):
-        raise PackingNotIsolated(
-            f"a model around this {type(step.module).__name__} made a mask for every query of a packed batch, and "
-            "what it says beyond documents is not known. Please report the model; until then train it padded."
+    step.was_passed = step.mask is not None
+    if not step.was_passed:
+        tokens: Any = call.get("input_ids")
+        tokens = call.get("inputs_embeds") if tokens is None else tokens
+        # no tokens if there are none, or in one dimension (GPT-2)
+        shape = (tokens.shape[0], tokens.shape[1]) if getattr(tokens, "ndim", 0) > 1 else (0, 0)
+        piece = getattr(call.get("position_ids"), attached.MASK, None)  # what an outer model has attached
+        if piece is not None and (piece.content is None or piece.content.shape == shape):
+            piece.delivered = True
+            step.mask = piece.content
+        elif piece is not None or not role.innermost or not _was_found_dense(step):
+            step.mask = _made(step, shape, piece is None)
+        if step.mask is not None and role.innermost and given is not None and is_for_queries(given):
+            raise PackingNotIsolated(
+                f"a model around this {type(step.module).__name__} made a mask for every query of a packed batch, and "
+                "what it says beyond documents is not known. Please report the model; until then train it padded."
+            )
+        # Another model passes the mask itself where position_ids do not reach the base model.
+        # Gemma 3: the causal LM makes masks for its inner model, which is passed the packed mask instead;
+        # the **kwargs of Falcon's and Phi's token classifiers pass position_ids to no other module
+        swallows = "position_ids" not in step.calls.names and not role.predicts_the_next
+        stops = step.patch.facts.makes_masks or step.patch.facts.stops_ids or swallows or not step.calls.takes_ids
+        passes = role.innermost or role.pools or not role.outermost or stops
+        step.passes = step.mask is not None and passes and not step.by_hook
+
+
+def _made(step: Step, shape: tuple[int, int], first: bool) -> PackedMask | None:
+    # `first` says that no outer model has looked: then a packed batch may be refused if a foreign forward led it here.
+    patch, around, innermost = step.patch, step.role.outermost, step.role.innermost
+    # A collator's padding is a document already. What it says of it, [batch, length] with 0 in the padding, becomes the
+    # mask that router losses weigh tokens by.
+    real = step.call.pop(REAL, None)
+    if real is not None and not (isinstance(real, torch.Tensor) and real.shape == shape):
+        raise BadBatch(
+            f"{REAL}: expected a tensor {list(shape)}, 0 in the padding and 1 elsewhere, found {described(real)}. Pass "
+            "it as the collator made it, or leave it out if the row has no padding."
         )
-    # Another model passes the mask itself where position_ids do not reach the base model.
-    # Gemma 3: the causal LM makes masks for its inner model, which is handed the packed mask instead;
-    # the **kwargs of Falcon's and Phi's token classifiers pass position_ids to no other module
-    swallows = "position_ids" not in calls.names and not role.predicts_the_next
-    stops = facts.makes_masks or facts.stops_ids or swallows or not calls.takes_ids
-    step.places = role.innermost or role.pools or not role.outermost or stops
+    # If this process holds a part of every row, the boundaries are those of the whole rows.
+    part = row_part(step.module, step.call) if (around or innermost) and not step.by_hook else None
+    if around:
+        step.call = stated.translated(step.call, step.calls.names, shape)
+        ids = step.call.get("position_ids")
+        if isinstance(ids, torch.Tensor) and ids.dim() == 1 and len(ids) == shape[1]:
+            step.call["position_ids"] = ids[None]  # [1, length], as models make them: many index ids by the row
+    call = step.call
+    given = call.get(MASK)
+    made_inside = innermost and any([ids is None and mask is given for ids, mask in found_around(step)])
+    training = step.module.training and torch.is_grad_enabled()
+    one_per_token = step.role.predicts_the_next or innermost
+    # DistilBERT takes no position_ids up to 4.57 and raises for them. So its row is packed, also one of a single
+    # document, as an epoch's last batch may be. A call with a cache cannot be packed: upstream raises its own error.
+    always = not step.calls.takes_ids and call.get("position_ids") is not None and not caches.held(call)
+    as_given = {**call}  # for a proof, which runs it again: position ids that are made below may seem to restart
+    made = packed_mask_of(call, patch, made_inside, training, part, may_be_packed=one_per_token, always=always)
+    if made is not None:
+        if first and not step.by_hook:
+            _refuse_unprepared(step, as_given)
+        if real is not None:
+            given = call.get(MASK)  # zeros and ones, as packed_mask_of leaves it
+            made.real = as_given[REAL] = real = real if given is None else given * real.to(given)
+        patch.examine(step.module, as_given, made)
+        call.pop(PARENTS, None)  # it means nothing to upstream's **kwargs
+        if real is not None and step.calls.takes(MASK):
+            call[MASK] = real
+    elif around and not caches.held(call):
+        stated.refuse_unread(call, step.calls.names, shape, training)
+    return made
 
 
-def _unprepared_by(step: Step) -> Any:
-    """The foreign forward of the outermost model that may have led here past what prepares its labels; or None."""
+def _refuse_unprepared(step: Step, call: Call) -> None:
+    # A foreign forward of the outermost model may have led here past what prepares its labels.
     patch, outermost = step.patch, step.role.outermost
-    if outermost == step.role.innermost:
-        return None
     around = step.module if outermost else patch.model
-    if foreign.on_top(around) and (step.captured or patch not in thread.unnamed):
-        return None
+    led_here = not foreign.on_top(around) or not (step.captured or patch not in thread.unnamed)
     # The labels around a padded batch that is computed packed are padded, and none of them crosses documents.
-    if thread.proves or getattr(step.call.get("position_ids"), attached.PADDING, None) is not None:
-        return None
-    for name in LABELS if outermost else ():
-        if step.call.get(name) is not None:
-            return None
-    return around.forward
+    if led_here and outermost != step.role.innermost and not thread.proves:
+        padded = getattr(call.get("position_ids"), attached.PADDING, None) is not None
+        if not (padded or (outermost and passed(call, LABELS))):
+            foreign.refuse_bypassed(patch.model, around.forward, call)
 
 
 def _was_found_dense(step: Step) -> bool:
@@ -159,60 +201,6 @@ def _was_found_dense(step: Step) -> bool:
     return bool(around) and (isinstance(mask, dict) or is_for_queries(mask))  # flash's are [batch, length]: Gemma 3
 
 
-def find_mask(step: Step, piece: attached.Piece | None, unprepared_by: Any = None) -> PackedMask | None:
-    # `piece` is what an outer model has attached to position_ids. If this process holds a part of every row, the
-    # boundaries are those of the whole rows. A packed batch may be refused if a foreign forward, `unprepared_by`, has
-    # led it here.
-    patch, around = step.patch, step.role.outermost
-    tokens: Any = step.call.get("input_ids")
-    tokens = step.call.get("inputs_embeds") if tokens is None else tokens
-    # no tokens if there are none, or in one dimension (GPT-2)
-    shape = (tokens.shape[0], tokens.shape[1]) if getattr(tokens, "ndim", 0) > 1 else (0, 0)
-    # A collator's padding is a document already. What it says of it, [batch, length] with 0 in the padding, becomes the
-    # mask that router losses weigh tokens by.
-    real = step.call.pop(REAL, None)
-    if real is not None and not (isinstance(real, torch.Tensor) and real.shape == shape):
-        raise BadBatch(
-            f"{REAL}: expected a tensor {list(shape)}, 0 in the padding and 1 elsewhere, found {described(real)}. Pass "
-            "it as the collator made it, or leave it out if the row has no padding."
-        )
-    if piece is not None and (piece.content is None or piece.content.shape == shape):
-        piece.delivered = True
-        riding: PackedMask | None = piece.content
-        return riding
-    splits = not step.by_hook and (around or step.role.innermost)
-    part = row_part(step.module, step.call) if splits else None
-    if around:
-        step.call = stated.translated(step.call, step.calls.names, shape)
-        ids = step.call.get("position_ids")
-        if isinstance(ids, torch.Tensor) and ids.dim() == 1 and len(ids) == shape[1]:
-            step.call["position_ids"] = ids[None]  # [1, length], as models make them: many index ids by the row
-    call = step.call
-    given = call.get("attention_mask")
-    made_inside = step.role.innermost and any([ids is None and mask is given for ids, mask in found_around(step)])
-    training = step.module.training and torch.is_grad_enabled()
-    one_per_token = step.role.predicts_the_next or step.role.innermost
-    # DistilBERT takes no position_ids up to 4.57 and raises for them. So its row is packed, also one of a single
-    # document, as an epoch's last batch may be. A call with a cache cannot be packed: upstream raises its own error.
-    always = not step.calls.takes_ids and call.get("position_ids") is not None and not caches.held(call)
-    as_given = {**call}  # for a proof, which runs it again: position ids that are made below may seem to restart
-    found = packed_mask_of(call, patch, made_inside, training, part, may_be_packed=one_per_token, always=always)
-    if found is None:
-        if around and not caches.held(call):
-            stated.refuse_unread(call, step.calls.names, shape, training)
-        return None
-    if real is not None:
-        given = call.get(MASK)  # zeros and ones, as packed_mask_of leaves it
-        found.real = real = real if given is None else given * real.to(given)
-    if unprepared_by is not None:
-        foreign.refuse_bypassed(patch.model, unprepared_by, as_given)
-    patch.examine(step.module, as_given if real is None else {**as_given, REAL: real}, found)
-    call.pop(PARENTS, None)  # it means nothing to upstream's **kwargs
-    if real is not None and step.calls.takes(MASK):
-        call[MASK] = real
-    return found
-
-
 # 3. Labels, heads, positions and traits change the call
 
 
@@ -223,14 +211,14 @@ def prepare(step: Step) -> Callable[[Step, Any], Any]:
     positions.before(step)
     # training needs no cache, and no decoding step could tell its documents apart;
     # a model around the innermost one may not take use_cache (Qwen3.5 in 5.10)
-    packed = (step.places or step.handed) and not step.patch.facts.keeps_cache
+    packed = (step.passes or step.was_passed) and not step.patch.facts.keeps_cache
     if packed and ("use_cache" in step.calls.names or "use_cache" in step.call):
         step.call["use_cache"] = False
     for trait, found in step.patch.before:
         trait.before(step, found)
     if step.mask is None:
         return _dense
-    return _handed if step.handed else _placed if step.places else _sent_inside
+    return _handed if step.was_passed else _placed if step.passes else _sent_inside
 
 
 # 4. A dense batch is computed as without fa2patch
@@ -367,7 +355,7 @@ def warn_unpacked(patch: Patched, seen: str) -> None:
 
 
 def _handed(step: Step, mask: PackedMask) -> Any:
-    if step.handed and step.call.get("position_ids") is None and "position_ids" in step.calls.names:
+    if step.was_passed and step.call.get("position_ids") is None and "position_ids" in step.calls.names:
         step.call["position_ids"] = mask.position_ids
     if step.role.innermost:  # its layers read the mask, and Cohere's in 4.47 raise where lengths are handed on
         for name in LENGTHS:

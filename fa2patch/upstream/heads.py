@@ -71,14 +71,14 @@ def before(step: Step) -> None:
     if not role.pools:
         # labels.before has looked at the labels of a model that predicts the next token.
         refuse_arguments_of_rows(step.module, step.call, mask, LABELS if role.predicts_the_next else ())
-    elif step.places:
+    elif step.passes:
         mask.require_whole_rows("a head that pools the last token of each document")
         _pool_documents(step, mask)
 
 
 def after(step: Step, output: Any) -> Any:
     mask, role = step.mask, step.role
-    if mask is None or step.handed:
+    if mask is None or step.was_passed:
         return output
     if role.innermost:
         # pooler_output becomes [documents, hidden] instead of [batch, hidden], and a run of padding counts as a

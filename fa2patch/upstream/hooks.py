@@ -11,7 +11,7 @@ import torch
 
 from .._types import Args, Call
 from . import attached, caches, foreign, heads
-from .forward import find_mask, prepare
+from .forward import prepare, recognise
 from .step import MARK, ROLE, Step
 
 
@@ -50,7 +50,7 @@ def before_foreign(module: Any, args: Args, kwargs: Call) -> Any:
     if hasattr(call.get("inputs_embeds") if tokens is None else tokens, attached.POOLED):
         return None
     step = Step(module, patch, module.__dict__[ROLE], calls, args, call, by_hook=True)
-    step.mask = find_mask(step, getattr(call.get("position_ids"), attached.MASK, None))
+    recognise(step)
     if not (isinstance(step.call.get("position_ids"), torch.Tensor) and calls.takes_ids):
         return None
     prepare(step)

@@ -17,10 +17,11 @@ from .._types import Args, Call, Function
 from ..documents.boundaries import Boundaries
 from ..errors import BadParents, PackingNotIsolated
 from ..kernels import Options, Picks, asked_by, packed_attention
-from ..kernels.protocol import require_within, scaled
+from ..kernels.options import KEYWORDS, scaled
+from ..kernels.protocol import require_within
 from .facts import Facts
 from .inspecting import uses_flash
-from .prepared import LOOKED_AT, MOST, OPTIONS, PLAIN, Prepared, compute_dtype
+from .prepared import LOOKED_AT, MOST, PLAIN, Prepared, compute_dtype
 from .ulysses import RowPart
 
 MASK = "attention_mask"  # the forward argument that every version passes to every attention layer
@@ -140,7 +141,7 @@ class PackedMask:
             return None
         if quirks.adjust is not None or quirks.queries is not None or self.facts.windows_of_flash:
             return None
-        options = (*map(get, OPTIONS),)
+        options = (*map(get, KEYWORDS),)
         if not PLAIN.issuperset(map(type, options)):
             return None
         for name in asked:

@@ -14,10 +14,8 @@ import torch
 from .._torch import autocast_dtype
 from ..documents.names import LABELS, LENGTHS
 from ..kernels import Kernel, Options
+from ..kernels.options import KEYWORDS
 from ..kernels.picks import Computed
-
-# the keywords by which a layer says what it asks for
-OPTIONS = ("scaling", "sliding_window", "softcap", "dropout", "is_causal", "s_aux", "sinks")
 
 # The types of the options of a call that is kept. A tensor's values may change from call to call: sinks, a scale.
 PLAIN = frozenset((type(None), bool, int, float))
@@ -28,7 +26,7 @@ KNOWN_TENSORS = frozenset((
     "cumulative_seqlens_k", "num_items_in_batch", *LABELS, *LENGTHS,
 ))  # fmt: skip
 
-LOOKED_AT = KNOWN_TENSORS.union(OPTIONS, ("attention_mask",))
+LOOKED_AT = KNOWN_TENSORS.union(KEYWORDS, ("attention_mask",))
 
 _HALF = frozenset((torch.float16, torch.bfloat16))
 _COMPUTED = (*_HALF, torch.float32, torch.float64)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -119,7 +119,6 @@ class RowPart(Part):
                 f"{self.of} divides, and key heads that {self.of} divides or that divide {self.of}; found {heads} and "
                 f"{keys}. Use fewer processes for a row."
             )
-        sinks, slopes = (x if x is None else self.own(x, 0) for x in (options.sinks, options.alibi_slopes))
         batch, length = q.shape[:2]
         widths, pieces = [], []
         for state in (q, k, v):
@@ -132,7 +131,7 @@ class RowPart(Part):
         received = exchange(sent, self.group).permute(1, 0, 2, 3).reshape(batch, self.of * length, -1)
         split = torch.split(received, [heads * dim for heads, dim in widths], dim=-1)
         q, k, v = (x.reshape(*x.shape[:2], *width) for x, width in zip(split, widths))
-        return q, k, v, replace(options, sinks=sinks, alibi_slopes=slopes)
+        return q, k, v, options.with_heads(lambda by_head: self.own(by_head, 0))
 
     def own_tokens(self, output: torch.Tensor) -> torch.Tensor:
         # This undoes `all_tokens`.
@@ -192,18 +191,18 @@ def row_part(model: Model, call: Call) -> RowPart | None:
     # row's head and tail, with ids such as 0, 1, 6, 7. Nothing is read from a device. In a compiled graph the check
     # runs once. The attention function is its argument, so that replacing the function makes a new graph.
     splitter = _splitter(torch.nn.functional.scaled_dot_product_attention)
-    if splitter == _SPLITTERS[_PACKAGE]:
-        found = _ulysses_part(model.training)
-        if found is not None:
-            return RowPart(*found) if found else None
-    if not splitter and _shards(call) and not compiling():
-        splitter = "a sharding of the tokens along the row (DTensor)"
-    if splitter:
+    fields = _ulysses_part(model.training) if splitter == _SPLITTERS[_PACKAGE] else None
+    for name, along in (("input_ids", 1), ("inputs_embeds", 1), ("position_ids", -1)):
+        tokens: Any = call.get(name)
+        for axis, placement in enumerate(getattr(tokens, "placements", ())):
+            if placement.is_shard(along % tokens.dim()) and tokens.device_mesh.size(axis) > 1 and not compiling():
+                splitter = splitter or "a sharding of the tokens along the row (DTensor)"
+    if splitter and fields is None:
         raise PackingNotIsolated(
             f"{splitter} is on: this process holds only a part of every row, so documents that are cut would be "
             "computed wrong. Train without it, or revert the patch and train padded."
         )
-    return None
+    return RowPart(*fields) if fields else None
 
 
 @contextlib.contextmanager
@@ -252,22 +251,15 @@ def _splitter(sdpa: Function) -> str:
     functions = [sdpa, getattr(utilities, "_flash_attention_forward", None)]
     if _PACKAGE in sys.modules or _RING in sys.modules:  # torch's context parallelism registers nothing
         functions += _registered()
+    splitters = []
     for function in functions:
         module = f"{getattr(function, '__module__', '')}."
         for package, name in _SPLITTERS.items():
             if module.startswith(f"{package}."):
-                return name
+                splitters.append(name)
     # DTensor has a handler for flash attention while context parallelism is on
     dtensor = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     handlers = getattr(getattr(dtensor, "_op_dispatcher", None), "_custom_op_handlers", {})
     on = torch.ops.aten._scaled_dot_product_flash_attention.default in [*handlers]  # to hash an operator is a call
-    return _SPLITTERS["torch.distributed"] if on else ""
-
-
-def _shards(call: Call) -> bool:
-    for name, along in (("input_ids", 1), ("inputs_embeds", 1), ("position_ids", -1)):
-        tokens: Any = call.get(name)
-        for axis, placement in enumerate(getattr(tokens, "placements", ())):
-            if placement.is_shard(along % tokens.dim()) and tokens.device_mesh.size(axis) > 1:
-                return True
-    return False
+    splitters += [_SPLITTERS["torch.distributed"]] if on else [""]
+    return splitters[0]

@@ -12,7 +12,7 @@ import fa2patch
 from compat_matrix import tiny_models
 from compat_matrix.check.compare import GRADIENT_TOLERANCE, assert_close, assert_same_gradients
 from fa2patch import DataCollatorForMultimodalFlattening
-from fa2patch.documents.find import recognise
+from fa2patch.documents.find import find_boundaries
 from fa2patch.documents.stated import from_cu_seqlens
 from fa2patch.errors import BadPositionIds, BoundaryConflict, CollatorError, PackingNotIsolated
 from fa2patch.upstream.axes import takes_text_axis
@@ -285,16 +285,16 @@ def test_the_lengths_of_documents_do_not_reach_the_tower(family):
 
 def test_ids_that_may_be_a_start_or_not_are_refused():
     picture = torch.tensor([[0, 1, 2, 2, 2, 2, 4, 5], [0, 1, 2, 2, 3, 3, 4, 5], [0, 1, 2, 3, 2, 3, 4, 5]])[:, None]
-    assert recognise((1, 8), picture.device, position_ids=picture) is None
+    assert find_boundaries((1, 8), picture.device, position_ids=picture) is None
     for later in ([3, 3, 3], [9, 9, 9], [1, 1, 1], [1, 5, 5]):
         ids = picture.clone()
         ids[:, 0, 7] = torch.tensor(later)
-        for look in (fa2patch.boundaries, lambda ids: recognise((1, 8), ids.device, position_ids=ids)):
+        for look in (fa2patch.boundaries, lambda ids: find_boundaries((1, 8), ids.device, position_ids=ids)):
             with pytest.raises(BadPositionIds, match="a document's start, or not"):
                 look(ids)
         seq_idx = torch.tensor([[0, 0, 0, 0, 0, 0, 0, 1]])
-        assert recognise((1, 8), ids.device, position_ids=ids, seq_idx=seq_idx).lengths == (7, 1)
-        assert recognise((1, 8), ids.device, position_ids=ids, only_certain=True) is None
+        assert find_boundaries((1, 8), ids.device, position_ids=ids, seq_idx=seq_idx).lengths == (7, 1)
+        assert find_boundaries((1, 8), ids.device, position_ids=ids, only_certain=True) is None
         assert from_cu_seqlens(torch.tensor([0, 7, 8]), 7, (1, 8), position_ids=ids).lengths == (7, 1)
         if later == [9, 9, 9]:  # a jump upwards, which lengths may say is none of a document's start
             assert from_cu_seqlens(torch.tensor([0, 8]), 8, (1, 8), position_ids=ids).lengths == (8,)

@@ -12,7 +12,7 @@ import fa2patch
 from fa2patch._torch import HAS_OPERATORS
 from fa2patch.documents import find, tensors
 from fa2patch.documents.boundaries import Boundaries
-from fa2patch.documents.find import recognise
+from fa2patch.documents.find import find_boundaries
 from fa2patch.documents.stated import from_cu_seqlens
 from fa2patch.documents.tensors import largest
 from fa2patch.errors import BadCuSeqlens, BadPositionIds, BoundaryConflict, Fa2PatchError
@@ -39,7 +39,7 @@ def recognised(position_ids=None, attention_mask=None, seq_idx=None, **settings)
     given = {"position_ids": position_ids, "attention_mask": attention_mask, "seq_idx": seq_idx}
     said = {name: torch.tensor(ids) for name, ids in given.items() if ids is not None}
     shape = next(tuple(ids.shape[-2:]) for ids in said.values())
-    return recognise(shape, CPU, **said, **settings)
+    return find_boundaries(shape, CPU, **said, **settings)
 
 
 # position_ids alone
@@ -50,7 +50,7 @@ def recognised(position_ids=None, attention_mask=None, seq_idx=None, **settings)
 def test_a_document_starts_where_ids_are_not_contiguous(ids, lengths, dtype):
     ids = torch.tensor([ids], dtype=dtype)
     before = ids.clone()
-    found, packed = fa2patch.boundaries(ids), recognise(tuple(ids.shape), CPU, position_ids=ids)
+    found, packed = fa2patch.boundaries(ids), find_boundaries(tuple(ids.shape), CPU, position_ids=ids)
     assert isinstance(found, fa2patch.Boundaries)
     assert (packed is None) == (len(lengths) == 1)
     for each in (found, packed or found):
@@ -66,7 +66,7 @@ def test_a_document_starts_where_ids_are_not_contiguous(ids, lengths, dtype):
 def test_the_largest_id_of_a_dtype_is_not_followed_by_its_smallest(dtype):
     limits = torch.iinfo(dtype)
     ids = torch.tensor([limits.max - 1, limits.max, limits.min, limits.min + 1], dtype=dtype)
-    assert fa2patch.boundaries(ids).lengths == recognise((1, 4), CPU, position_ids=ids).lengths == (2, 2)
+    assert fa2patch.boundaries(ids).lengths == find_boundaries((1, 4), CPU, position_ids=ids).lengths == (2, 2)
 
 
 @pytest.mark.parametrize(
@@ -91,8 +91,8 @@ def test_ids_of_any_shape(ids, ends):
 def test_positions_are_what_a_rotary_table_must_hold():
     ids = torch.tensor([[7, 8, 9, 0, 1]])
     assert fa2patch.boundaries(ids).positions == 10
-    assert recognise((1, 5), CPU, position_ids=ids).positions == 10
-    assert recognise((1, 5), CPU, seq_idx=torch.tensor([[0, 0, 1, 1, 1]])).positions is None
+    assert find_boundaries((1, 5), CPU, position_ids=ids).positions == 10
+    assert find_boundaries((1, 5), CPU, seq_idx=torch.tensor([[0, 0, 1, 1, 1]])).positions is None
     assert largest(ids) == 9
 
 
@@ -144,7 +144,7 @@ def test_a_mask_of_ones_on_a_cpu_goes_the_way_of_none(monkeypatch):
     monkeypatch.setattr(find, "_read", None)
     for dtype in (torch.int64, torch.bool, torch.bfloat16):
         mask = torch.ones(1, 5, dtype=dtype)
-        found = recognise((1, 5), CPU, position_ids=torch.tensor([[0, 1, 0, 1, 2]]), attention_mask=mask)
+        found = find_boundaries((1, 5), CPU, position_ids=torch.tensor([[0, 1, 0, 1, 2]]), attention_mask=mask)
         assert found.lengths == (2, 3)
 
 
@@ -156,7 +156,7 @@ def test_a_mask_takes_little_memory(hidden, numbers):
     mask[:, : hidden[0]], mask[:, tokens - hidden[1] :] = 0, 0
     tracemalloc.start()
     try:
-        found = recognise((1, tokens), CPU, position_ids=ids, attention_mask=mask)
+        found = find_boundaries((1, tokens), CPU, position_ids=ids, attention_mask=mask)
         assert tracemalloc.get_traced_memory()[1] < numbers * tokens
     finally:
         tracemalloc.stop()
@@ -199,7 +199,7 @@ def test_rows_of_one_document_are_not_packed(position_ids, attention_mask, seq_i
 
 
 def test_without_any_source_nothing_is_packed():
-    assert recognise((2, 4), CPU) is None
+    assert find_boundaries((2, 4), CPU) is None
 
 
 @pytest.mark.parametrize("one_row", [[0, 1, 0], [[0, 1, 0]]], ids=["1-D", "one row"])
@@ -207,13 +207,13 @@ def test_without_any_source_nothing_is_packed():
 def test_numbers_of_one_row_serve_every_row(one_row, source):
     numbers = torch.tensor(one_row)
     lengths = (1, 1, 1) if source == "seq_idx" else (2, 1)
-    assert recognise((2, 3), CPU, **{source: numbers}).lengths == lengths * 2
+    assert find_boundaries((2, 3), CPU, **{source: numbers}).lengths == lengths * 2
 
 
 def test_of_three_axes_recognise_reads_the_first():
     axes = torch.tensor([[[0, 1, 0, 1]], [[0, 1, 2, 3]], [[0, 1, 2, 3]]])
-    assert recognise((1, 4), CPU, position_ids=axes).lengths == (2, 2)
-    assert recognise((1, 4), CPU, position_ids=axes.flip(0)) is None
+    assert find_boundaries((1, 4), CPU, position_ids=axes).lengths == (2, 2)
+    assert find_boundaries((1, 4), CPU, position_ids=axes.flip(0)) is None
 
 
 NUMBERS = [[1, 1, 2, 2, 2, 0]]
@@ -258,13 +258,13 @@ def test_each_source_says_where_documents_are_and_a_run_of_padding_is_one(source
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.uint8, torch.int64], ids=str)
 def test_a_mask_of_any_dtype_tells_padding(dtype):
     mask = torch.tensor([[1, 1, 1, 0]], dtype=dtype)
-    found = recognise((1, 4), CPU, position_ids=torch.tensor([[0, 0, 1, 2]]), attention_mask=mask)
+    found = find_boundaries((1, 4), CPU, position_ids=torch.tensor([[0, 0, 1, 2]]), attention_mask=mask)
     assert found.lengths == (1, 2, 1)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 def test_a_seq_idx_of_any_dtype(dtype):
-    assert recognise((1, 3), CPU, seq_idx=torch.tensor([[0, 0, 1]], dtype=dtype)).lengths == (2, 1)
+    assert find_boundaries((1, 3), CPU, seq_idx=torch.tensor([[0, 0, 1]], dtype=dtype)).lengths == (2, 1)
 
 
 JUMPS = [[0, 1, 52, 53, 0, 7, 8]]  # two documents, in each of which the ids jump (PoSE)
@@ -326,14 +326,14 @@ def test_ids_that_go_on_behind_padding_are_no_jump_in_training(ids):
 )
 def test_ids_of_another_batch_are_refused(ids, message):
     with pytest.raises(BadPositionIds) as error:
-        recognise((2, 4), CPU, position_ids=ids)
+        find_boundaries((2, 4), CPU, position_ids=ids)
     assert message in str(error.value)
 
 
 @pytest.mark.parametrize("shape", [(3, 5), (5,), (4, 6), (3, 1, 6), (2, 6), ()], ids=str)
 def test_a_seq_idx_of_another_batch_is_refused(shape):
     with pytest.raises(BadCuSeqlens) as error:
-        recognise((3, 6), CPU, seq_idx=torch.zeros(shape, dtype=torch.int32))
+        find_boundaries((3, 6), CPU, seq_idx=torch.zeros(shape, dtype=torch.int32))
     assert f"seq_idx: expected [3, 6], found {list(shape)}." in str(error.value)
 
 
@@ -503,7 +503,7 @@ def test_a_picture_is_no_boundary(documents):
     ids = torch.cat([torch.cat(parts, dim=1) for parts in documents], dim=1)[:, None]
     lengths = tuple(sum(part.shape[1] for part in parts) for parts in documents)
     assert fa2patch.boundaries(ids).lengths == lengths
-    assert recognise((1, sum(lengths)), ids.device, position_ids=ids).lengths == lengths
+    assert find_boundaries((1, sum(lengths)), ids.device, position_ids=ids).lengths == lengths
     text = torch.cat([torch.arange(length) for length in lengths])[None, None]
     four = torch.cat([text, ids])
     assert fa2patch.boundaries(four).lengths == lengths
@@ -513,7 +513,7 @@ def test_a_picture_is_no_boundary(documents):
 
 def test_one_document_with_a_picture_is_not_packed():
     ids = torch.cat([words(0, 3), picture(3, 2, 4), words(7, 2)], dim=1)[:, None]
-    assert recognise((1, ids.shape[-1]), ids.device, position_ids=ids) is None
+    assert find_boundaries((1, ids.shape[-1]), ids.device, position_ids=ids) is None
 
 
 IDS = st.one_of(
@@ -536,6 +536,6 @@ def test_documents_are_those_of_one_look_at_each_token(ids):
         assert found.cu_seqlens.tolist() == ends[: len(expected)].tolist() == expected
         assert found.lengths == tuple(lengths) and (found.max_seqlen, numbers[1]) == (max(lengths), max(lengths))
         assert numbers[0] == len(lengths) and numbers[2:].tolist() == [min(map(min, rows)), max(map(max, rows))]
-        packed = recognise(tensor.shape, tensor.device, position_ids=tensor)
+        packed = find_boundaries(tensor.shape, tensor.device, position_ids=tensor)
         assert (packed is None) == (len(lengths) == len(rows))
         assert fa2patch.boundaries(tensor).cu_seqlens.tolist() == expected

@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import fa2patch
-from fa2patch.documents.find import recognise
+from fa2patch.documents.find import find_boundaries
 from fa2patch.documents.stated import from_cu_seqlens
 from fa2patch.kernels import Options, packed_attention
 
@@ -105,7 +105,7 @@ def found_boundaries(layout, source):
         "document numbers": {"attention_mask": layout.number},
         "seq_idx": {"seq_idx": layout.number, "attention_mask": layout.mask},
     }[source]
-    return recognise(layout.shape, CPU, **given)
+    return find_boundaries(layout.shape, CPU, **given)
 
 
 def definition(q, k, v, number, options):

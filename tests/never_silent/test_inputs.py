@@ -35,7 +35,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 import fa2patch
 from compat_matrix.check.rows import documents, pack
 from fa2patch.documents import find
-from fa2patch.documents.find import recognise
+from fa2patch.documents.find import find_boundaries
 from fa2patch.errors import BadPositionIds, BoundaryConflict, CollatorError
 from fa2patch.packing import PackedBatchSampler, PackingError, stream
 from fa2patch.preference import DataCollatorForPreferenceFlattening
@@ -266,7 +266,7 @@ def test_every_way_finds_the_same_padding(ids):
     ends = [0, *itertools.accumulate(lengths)]
     assert fa2patch.boundaries(tensor).cu_seqlens.tolist() == ends
     mask = torch.ones_like(tensor)
-    masked = recognise(tensor.shape, tensor.device, position_ids=tensor, attention_mask=mask, always=True)
+    masked = find_boundaries(tensor.shape, tensor.device, position_ids=tensor, attention_mask=mask, always=True)
     assert masked.cu_seqlens.tolist() == ends
     if len(lengths) > 1:
         found, _ = find._on_device(tensor, 0)
@@ -290,10 +290,10 @@ def test_ids_that_wrapped_are_refused(dtype, longest, masked):
     ids = torch.arange(longest + 5).to(dtype)[None]
     mask = torch.ones(ids.shape, dtype=torch.long) if masked else None
     given = {"position_ids": ids, "attention_mask": mask}
-    refused(lambda: recognise(ids.shape, ids.device, **given), "Make the ids as int64", BadPositionIds)
+    refused(lambda: find_boundaries(ids.shape, ids.device, **given), "Make the ids as int64", BadPositionIds)
     shorter = ids[:, : (ids == longest).nonzero()[0, 1] + 1]
     given = {"position_ids": shorter, "attention_mask": None if mask is None else mask[:, : shorter.shape[1]]}
-    assert recognise(shorter.shape, ids.device, **given) is None, "one document is no packed batch"
+    assert find_boundaries(shorter.shape, ids.device, **given) is None, "one document is no packed batch"
 
 
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "training"])

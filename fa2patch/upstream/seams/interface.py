@@ -17,6 +17,7 @@ from ..._torch import compiling, constant
 from ..._types import Call, Function
 from ...errors import PackingNotIsolated
 from ...kernels import Options
+from ...kernels.options import from_keywords
 from ..facts import Site
 from ..foreign import require_of_model
 from ..inspecting import ATTENTION_FUNCTIONS, casts_states, reads_name
@@ -126,13 +127,5 @@ def _options(module: Any, kwargs: Call) -> Options:
                 "not known. If it is a column of your batch that the model does not need (token_type_ids), leave it "
                 "out. Otherwise, please report the model, and train it padded until then."
             )
-    dropout = kwargs.get("dropout")
     said = kwargs.get("is_causal")  # from 4.48 on GPT-2 passes False with a mask, because the mask is causal
-    return Options(
-        scale=kwargs.get("scaling"),
-        causal=bool(said) or bool(getattr(module, "is_causal", said is None)),
-        window=kwargs.get("sliding_window"),
-        softcap=kwargs.get("softcap"),
-        dropout=0.0 if dropout is None else dropout,
-        sinks=kwargs.get("s_aux", kwargs.get("sinks")),  # "s_aux" is upstream's name, "sinks" MiMo's
-    )
+    return from_keywords(kwargs, bool(said) or bool(getattr(module, "is_causal", said is None)))

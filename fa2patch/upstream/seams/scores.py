@@ -17,7 +17,7 @@ from ..._torch import compiling
 from ..._types import Args, Call, Function
 from ...errors import PackingNotIsolated
 from ...kernels import Options
-from ...kernels.protocol import one_number, times
+from ...kernels.options import one_number, times
 from ..packed_mask import PackedMask
 
 _SOFTMAX = (functional.softmax, torch.softmax, torch.Tensor.softmax)

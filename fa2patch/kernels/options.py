@@ -1,0 +1,183 @@
+"""The options of attention besides q, k and v: one table, and the class that holds a layer's values.
+
+A new option is a row of :data:`TABLE`, a field of :class:`Options` with its line in ``needed``, and what the reference
+computes with it. A kernel has it if its ``FEATURES`` say so.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any, Callable, NamedTuple
+
+import torch
+
+from .._types import Call
+from ..errors import PackingNotIsolated
+
+
+class Option(NamedTuple):
+    name: str  # of the field of Options
+    feature: str  # which a kernel must have for it
+    keywords: tuple[str, ...] = ()  # by which a layer hands it to its attention function, from 4.48 on
+    by_head: bool = False  # whether it is a tensor [query heads], and not a number
+    learned: bool = False  # whether that tensor may need a gradient
+    # its value in the trial of a kernel, of the number of query heads; None leaves it out
+    trial: Callable[[int, torch.Generator], Any] | None = None
+
+
+def _sinks(heads: int, drawn: torch.Generator) -> torch.Tensor:
+    sinks = 2 * torch.randn(heads, generator=drawn)
+    sinks[0] += 5  # so that it has a weight beside many keys
+    return sinks
+
+
+TABLE = (
+    Option("window", "window", ("sliding_window",), trial=lambda heads, drawn: 9),
+    Option("softcap", "softcap", ("softcap",), trial=lambda heads, drawn: 2.0),
+    # "s_aux" is upstream's name, "sinks" MiMo's
+    Option("sinks", "sinks", ("s_aux", "sinks"), by_head=True, learned=True, trial=_sinks),
+    # small, so that the keys at a window's edge still have a weight
+    Option("alibi_slopes", "alibi", by_head=True, trial=lambda heads, drawn: 0.3 * torch.rand(heads, generator=drawn)),
+    Option("dropout", "dropout", ("dropout",)),
+)
+
+FEATURES = (*(row.feature for row in TABLE), "deterministic", "trees", "spans")
+"""Features beyond plain attention. ``deterministic`` means a deterministic backward and is torch's global switch;
+``trees`` means segments that share a parent, such as completions of one prompt; ``spans`` means tokens that see each
+other in both directions in a document that is causal otherwise, such as those of a picture."""
+
+KEYWORDS = ("scaling", "is_causal", *(keyword for row in TABLE for keyword in row.keywords))
+"""All keywords by which a layer of Transformers says what it asks of attention."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of an attention layer besides q, k and v.
+
+    Attributes:
+        scale: factor of the logits, a number; None means ``head_dim ** -0.5``. A tensor (a learned temperature, one
+            value for each head) is multiplied by ``[batch, heads, queries, keys]``, and has one value for all keys.
+        causal: whether a query sees no later key.
+        window: sliding window W in tokens: a query at i sees only keys j with ``|i - j| < W``. None is no window. (As
+            in eager attention and in Transformers' flash path since 4.56; up to 4.55 that path saw one token more.)
+        softcap: logits become ``softcap * tanh(logits / softcap)``; None leaves them unchanged.
+        dropout: probability with which attention weights are dropped.
+        sinks: ``[query heads]`` logits of a virtual key without a value (GPT-OSS), or None.
+        alibi_slopes: float ``[query heads]``; ``-slope * |i - j|`` is added to the logits. None adds nothing.
+
+    In the place of a number, a tensor of one value that needs no gradient is read.
+
+    Raises:
+        PackingNotIsolated: ``window`` is less than 1, or an option is no such number.
+    """
+
+    scale: Any = None  # what kernels get is a number, which a checker of types could not know
+    causal: bool = True
+    window: int | None = None
+    softcap: float | None = None
+    dropout: float = 0.0
+    sinks: torch.Tensor | None = None
+    alibi_slopes: torch.Tensor | None = None
+    by_head: bool = field(default=False, init=False, repr=False)  # whether it has a tensor [query heads]
+
+    def __post_init__(self) -> None:
+        # in the usual case no loop: dynamo traces each step, in every layer
+        is_one = isinstance(self.window, torch.Tensor) or isinstance(self.softcap, torch.Tensor)
+        if is_one or isinstance(self.dropout, torch.Tensor):
+            for name in ("window", "softcap", "dropout"):
+                object.__setattr__(self, name, one_number(name, getattr(self, name)))
+        if self.sinks is not None or self.alibi_slopes is not None:
+            object.__setattr__(self, "by_head", True)
+            for name in ("sinks", "alibi_slopes"):
+                by_head = getattr(self, name)
+                if by_head is not None and by_head.dim() != 1:
+                    object.__setattr__(self, name, by_head.flatten())  # eager code reshapes them to [1, heads, 1, 1]
+        if self.window is not None and self.window < 1:
+            raise PackingNotIsolated(
+                f"a sliding window of {self.window} tokens shows a query nothing; None is no window."
+            )
+
+    def needed(self) -> tuple[bool, ...]:
+        # whether each option of the table is on, in its order; written out, because dynamo traces each step of a loop
+        return (
+            self.window is not None,
+            self.softcap is not None,
+            self.sinks is not None,
+            self.alibi_slopes is not None,
+            self.dropout > 0,
+        )
+
+    def with_heads(self, change: Callable[[torch.Tensor], torch.Tensor], learned: bool = False) -> Options:
+        # with what `change` makes of each tensor [query heads]; with `learned`, of those alone that may have a gradient
+        held = {row.name: getattr(self, row.name) for row in TABLE if row.by_head and (row.learned or not learned)}
+        changed: dict[str, Any] = {name: change(value) for name, value in held.items() if value is not None}
+        return replace(self, **changed)
+
+    def require_heads(self, heads: int) -> None:
+        """Raise :class:`PackingNotIsolated` if there are not as many sinks, or slopes, as query heads."""
+        for row in TABLE if self.by_head else ():
+            by_head = getattr(self, row.name) if row.by_head else None
+            if by_head is not None and by_head.shape[0] != heads:
+                raise PackingNotIsolated(
+                    f"an attention layer's {row.name}: expected one for each of {heads} query heads, found "
+                    f"{by_head.shape[0]}. Make them as many, or train padded."
+                )
+
+
+def one_number(name: str, value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    learned = value.requires_grad and torch.is_grad_enabled()
+    if learned or value.numel() != 1:
+        found = "that needs a gradient" if learned else "of several values"
+        raise PackingNotIsolated(
+            f"an attention layer's {name}: expected a number, found a tensor {list(value.shape)} {found}. No kernel "
+            "has it. Make it a number, or train padded."
+        )
+    return value.item()
+
+
+def times(states: torch.Tensor, factor: torch.Tensor, by: Callable[..., torch.Tensor] = torch.mul) -> torch.Tensor:
+    # The factor is meant for logits ``[..., keys]``, and is applied to queries ``[..., head dim]`` in their place. The
+    # product is rounded once, to the dtype of the queries.
+    if factor.dim() == 0 and factor.device == states.device:  # one of the host is no copy, nor a wait
+        factor = factor[None]  # a dimension, so that the product has the better dtype of both
+    if factor.dim() == 0 or (factor.shape[-1] == 1 and factor.dim() <= states.dim()):
+        product = by(states, factor).to(states.dtype)
+        if product.shape == states.shape:
+            return product
+    raise PackingNotIsolated(
+        f"an attention layer's scale: expected a number, or a tensor with one value for each head or query, found "
+        f"{list(factor.shape)} for queries {list(states.shape)}. No kernel scales keys apart. Train padded."
+    )
+
+
+def scaled(q: torch.Tensor, options: Options) -> tuple[torch.Tensor, Options]:
+    # A scale that is a tensor is multiplied into the queries ``[batch, length, heads, head dim]``, so that its gradient
+    # flows.
+    return times(q.transpose(1, 2), options.scale).transpose(1, 2), replace(options, scale=1.0)
+
+
+def from_keywords(said: Call, causal: bool) -> Options:
+    # The table's loop would be traced in every layer, so what most layers say is written out.
+    dropout = said.get("dropout")
+    return Options(
+        scale=said.get("scaling"),
+        causal=causal,
+        window=said.get("sliding_window"),
+        softcap=said.get("softcap"),
+        dropout=0.0 if dropout is None else dropout,
+        sinks=said.get("s_aux", said.get("sinks")),
+    )
+
+
+def for_trial(
+    features: tuple[str, ...], heads: int, drawn: torch.Generator, device: torch.device, dtype: torch.dtype
+) -> dict[str, Any]:
+    """The values that a kernel is tried with, for options with these features."""
+    values = {row.name: row.trial(heads, drawn) for row in TABLE if row.trial is not None}
+    found = {row.name: values[row.name] for row in TABLE if row.name in values and row.feature in features}
+    for row in TABLE:
+        if row.by_head and row.name in found:  # what is learned has q's dtype, so that each dtype has the same values
+            found[row.name] = found[row.name].to(device, dtype if row.learned else None)
+    return found

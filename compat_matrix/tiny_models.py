@@ -19,7 +19,7 @@ from unittest import mock
 
 import torch
 
-from fa2patch.upstream.inspecting import ATTENTION_FUNCTIONS
+from fa2patch.upstream.transformers_names import ATTENTION_FUNCTIONS
 
 from . import tiny_copies
 from .tiny_configs import MEDIA, SETTINGS, VISION, VOCABULARY, made, parameters

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ..errors import Fa2PatchError, NotAModel
 from ..patch.applying import apply
 from ..upstream.find_models import token_embeddings
+from ..upstream.transformers_names import WITHOUT_INITIALIZATION, imported
 from .models import MASKED, ModelArgument, cannot, compat, config_of, local
 from .output import escaped, in_one_line, new_console, print_json
 
@@ -131,11 +132,8 @@ def _options(cls: Any, found: ModelArgument) -> dict[str, Any]:
 
 def _without_initialization() -> contextlib.AbstractContextManager[Any]:
     # Some ways of filling weights look at values, which fake tensors do not have.
-    for name in ("initialization", "modeling_utils"):  # the first one from 5.0 on
-        with contextlib.suppress(ImportError, AttributeError):
-            found: Any = importlib.import_module(f"transformers.{name}").no_init_weights
-            return found()  # type: ignore[no-any-return]
-    return contextlib.nullcontext()
+    found = getattr(imported(WITHOUT_INITIALIZATION), "no_init_weights", contextlib.nullcontext)
+    return found()
 
 
 # A config's class is looked for in this order. Not every version of Transformers has all of them.

@@ -15,6 +15,7 @@ from typing import Any
 
 import click
 
+from ..upstream.transformers_names import MODEL_TYPES, imported
 from .output import in_one_line
 
 MASKED = ":masked"  # ends the name of an encoder with its masked-LM head, for example bert:masked
@@ -96,7 +97,7 @@ def resolve(given: str, pretrained: bool = False, hint: str = "MODEL", known: It
 
 
 def model_types() -> list[str]:
-    auto: Any = importlib.import_module("transformers.models.auto.configuration_auto")
+    auto: Any = imported(MODEL_TYPES)
     return list(auto.CONFIG_MAPPING_NAMES)
 
 

@@ -6,7 +6,6 @@ A function that is an option's ``type`` raises ``click.BadParameter``, to which 
 from __future__ import annotations
 
 import functools
-import importlib
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Callable
@@ -16,7 +15,7 @@ import torch
 
 from ..errors import KernelUnavailable, UnknownKernel
 from ..kernels import check_name
-from ..upstream.inspecting import ATTENTION_FUNCTIONS
+from ..upstream.transformers_names import ATTENTION_FUNCTIONS, MODELING, imported
 from .models import resolve
 from .output import in_one_line
 
@@ -46,7 +45,7 @@ def device(name: str) -> torch.device:
 
 def implementation(name: str) -> str:
     # The installed Transformers has it, or it is a kernel of the hub.
-    modeling: Any = importlib.import_module("transformers.modeling_utils")
+    modeling: Any = imported(MODELING)
     functions = [key for table in ATTENTION_FUNCTIONS for key in getattr(modeling, table, ())]
     known = list(dict.fromkeys([*IMPLEMENTATIONS, *(key for key in functions if "|" not in key)]))
     if "/" in name or name in known:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +9,7 @@ import click
 
 from .. import evidence
 from ..upstream import architectures as registry
+from ..upstream.transformers_names import MODEL_CLASSES, imported
 from .models import MASKED, cannot, did_you_mean, model_type_of, model_types
 from .options import as_json_option
 from .output import escaped, new_console, print_json, print_table
@@ -38,7 +38,7 @@ def architectures_command(model: str | None, as_json: bool) -> None:
     version = transformers.__version__
     found, rest, name = list(_rows(version)), [], model
     if model is None:
-        auto: Any = importlib.import_module("transformers.models.auto.modeling_auto")
+        auto: Any = imported(MODEL_CLASSES)
         rest = sorted({*auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES} - {row["model_type"] for row in found})
     else:
         names = [*model_types(), *evidence.by_architecture()]

@@ -6,6 +6,7 @@ has the spans' queries, with the keys of their document up to the span's end, an
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -243,7 +244,7 @@ def _some_heads_at_a_time(
     outputs = []
     for number, own in enumerate(queries):
         at, seen = slice(number * heads, (number + 1) * heads), number * len(keys) // len(queries)
-        of_part = options.with_heads(lambda by_head: by_head[at])
+        of_part = options.with_heads(operator.itemgetter(at))
         states = own.contiguous(), keys[seen].contiguous(), values[seen].contiguous()
         outputs.append(kernel(*states, boundaries, of_part))
     return torch.cat(outputs, 1)

@@ -94,10 +94,8 @@ def _compared(kernel: Kernel, asked: Asked, device: torch.device) -> tuple[bool,
                 return False, f"{reason}, or no numbers"
         error = distance(found[4:], truth[4:])
         if error > 2 * bound:  # sums over all tokens
-            return (
-                False,
-                f"tried on this machine, its gradients of what heads learn are off by {error:.0%}{again}, or no numbers",
-            )
+            reason = f"its gradients of what heads learn are off by {error:.0%}{again}, or no numbers"
+            return False, f"tried on this machine, {reason}"
     return True, ""
 
 

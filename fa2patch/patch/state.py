@@ -21,6 +21,7 @@ from ..upstream.find_layers import Layer, ModelLayers
 from ..upstream.find_models import models, named_modules, walked_once
 from ..upstream.forward import SAY_AFTER, entered
 from ..upstream.step import MARK, ROLE, Budgeted, Tally, Trait
+from ..upstream.transformers_names import TRAINERS
 from . import examining
 from .model_plan import ModelPlan, plan_model
 from .padding import of_model
@@ -164,7 +165,8 @@ class Patch:
             site.bind(self)
         bind(torch.fx.Tracer, "trace", _refuses_patched, self)
         when_imported("peft.peft_model", _check_calls, self)  # a patch without bindings would count as gone
-        when_imported("transformers.trainer", _mend_labels, self)
+        for module in TRAINERS:
+            when_imported(module, _mend_labels, self)
 
     def mark(self) -> None:
         # If other code has put a `forward` on the outermost model's object, ours is put around it. So it is around what

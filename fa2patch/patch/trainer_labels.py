@@ -28,9 +28,8 @@ from ..upstream.find_documents import packed_mask_of
 from ..upstream.find_models import transformers_model
 from ..upstream.labels import inside_documents, kept_logits
 from ..upstream.step import MARK, ROLE, Patched
+from ..upstream.transformers_names import TRAINER
 from ..upstream.ulysses import row_part
-
-MODULE = "transformers.trainer"
 
 LOADERS = ("get_train_dataloader", "get_eval_dataloader", "get_test_dataloader")
 
@@ -40,7 +39,7 @@ _leave_first_out = WeakIdKeyDictionary()
 
 
 def mend_labels(module: ModuleType, patch: Patched) -> None:
-    trainer = getattr(module, "Trainer", None)
+    trainer = getattr(module, TRAINER, None)
     made = {"_prepare_inputs": _prepared, "_get_num_items_in_batch": _counted, **dict.fromkeys(LOADERS, _loading)}
     for name, make in made.items():
         if trainer is not None and name in vars(trainer):

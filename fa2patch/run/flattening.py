@@ -16,13 +16,13 @@ from ..documents.names import IGNORED_LABEL
 from ..errors import NotAModel
 from ..patch.applying import status
 from ..upstream.find_models import transformers_model
+from ..upstream.transformers_names import COLLATORS
 from .start import say
 
 STANDARD = (
     "DataCollatorWithPadding", "DataCollatorForSeq2Seq", "DataCollatorForLanguageModeling", "DefaultDataCollator",
     "default_data_collator",
 )  # fmt: skip
-HOME = "transformers.data.data_collator"
 
 # Batches go through these methods of a Trainer on their way to the model.
 LOOK_AT_BATCHES = (
@@ -58,7 +58,7 @@ def why_trainer_stays_padded(trainer: Any) -> str:
     if not model.can_generate():
         return f"{type(model).__name__} does not predict the next token"
     home = str(getattr(collator, "__module__", type(collator).__module__))
-    if home != HOME or name(collator) not in STANDARD:
+    if home not in COLLATORS or name(collator) not in STANDARD:
         return f"{name(collator)}, of {home}, is none of the collators that are known to pad and no more"
     if getattr(collator, "mlm", False):
         return f"this {name(collator)} masks tokens at random (mlm=True)"

@@ -20,8 +20,8 @@ from ..errors import PackingNotIsolated
 from . import inspecting
 from .calls import has_pictures
 from .find_models import models
+from .transformers_names import COUNTS_AXES
 
-COUNTS = "get_rope_index"
 # what `get_rope_index` raises if pictures and placeholders do not match
 FAILURES = (IndexError, RuntimeError, StopIteration, TypeError, ValueError)
 
@@ -44,7 +44,7 @@ def rope_index(model: Any, tokens: torch.Tensor, mask: torch.Tensor, given: Call
         named["audio_seqlens"] = given[HEARD].long().sum(-1)
     if _FROM_FILM in given:
         named[_FROM_FILM] = bool(given[_FROM_FILM])
-    count: Any = getattr(model, COUNTS)
+    count: Any = getattr(model, COUNTS_AXES)
     taken = inspecting.parameter_names(count)
     call = {name: named[name] for name in taken if named.get(name) is not None}
     ids: torch.Tensor = count(**{**call, "input_ids": tokens, "attention_mask": mask})[0]
@@ -55,7 +55,7 @@ def rope_index(model: Any, tokens: torch.Tensor, mask: torch.Tensor, given: Call
 def of_pictures(model: Model, call: Call, found: Boundaries, mask: torch.Tensor | None) -> torch.Tensor | None:
     """Position ids on several axes for a packed batch with pictures whose ids, if it has any, only count its tokens."""
     inner = models(model)
-    counting = next((each for each in inner if hasattr(each, COUNTS)), None)
+    counting = next((each for each in inner if hasattr(each, COUNTS_AXES)), None)
     ids, tokens = call.get("position_ids"), call.get("input_ids")
     if counting is None or not has_pictures(call) or (ids is not None and ids.dim() == 3 and len(ids) > 1):
         return None
@@ -97,9 +97,9 @@ def _in_rows(model: Model, call: Call, lengths: list[int]) -> torch.Tensor:
     except FAILURES as error:
         raise PackingNotIsolated(
             f"a packed batch came with pictures and without position_ids on three axes, and {type(model).__name__}."
-            f"{COUNTS} does not count them in each document ({type(error).__name__}: {error}). Expected the pictures "
-            "in the order of their placeholders, no document that ends inside of one, and all that the processor "
-            "returned (mm_token_type_ids)."
+            f"{COUNTS_AXES} does not count them in each document ({type(error).__name__}: {error}). Expected the "
+            "pictures in the order of their placeholders, no document that ends inside of one, and all that the "
+            "processor returned (mm_token_type_ids)."
         ) from error
     return ids[:, mask != 0].view(len(ids), *tokens.shape)
 
@@ -108,4 +108,4 @@ def _counts_in_forward(model: Model) -> bool:
     # From 5.3 on, another method of the model calls `get_rope_index`.
     cls = type(model)
     called = inspecting.names_read(inspecting.forward_of(cls))
-    return COUNTS in called or any(inspecting.reads_name(getattr(cls, name, None), COUNTS) for name in called)
+    return COUNTS_AXES in called or any(inspecting.reads_name(getattr(cls, name, None), COUNTS_AXES) for name in called)

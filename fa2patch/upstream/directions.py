@@ -6,7 +6,6 @@ model whose mask and layers differ is refused, because it is not known which of 
 
 from __future__ import annotations
 
-import importlib
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -20,6 +19,7 @@ from .find_layers import ModelLayers
 from .find_models import named_modules
 from .foreign import is_known
 from .seams.formula import is_causal
+from .transformers_names import MASKING, imported
 
 _MAKES = re.compile(r"create_\w*mask\w*")
 _LATER = re.compile(r"causal|tril|triu|future|decoder_attention_mask|_prepare_attn_mask")
@@ -143,6 +143,6 @@ def is_two_sided(function: object, config: Config) -> bool:
 def reach(window: int) -> int:
     """The smallest distance at which a two-sided sliding window of Transformers hides two tokens from each other."""
     # It is `config.sliding_window`, or one more in versions whose window includes that distance.
-    masking = importlib.import_module("transformers.masking_utils")
+    masking = imported(MASKING)
     overlay = getattr(masking, "sliding_window_bidirectional_overlay", None)
     return window + 1 if overlay is not None and overlay(window)(0, 0, 0, window) else window

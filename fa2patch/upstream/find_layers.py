@@ -12,7 +12,7 @@ from typing import Any, Callable
 import torch
 
 from .._types import Function, Model
-from . import caches, find_masks, inspecting
+from . import caches, inspecting, mask_makers
 from .architectures import is_registered, lookup, row_of
 from .facts import Site, of_forward
 from .find_models import models, named_modules, text_modules
@@ -20,6 +20,7 @@ from .foreign import is_of_model
 from .inspecting import is_of_torch
 from .packed_mask import MASK
 from .seams import formula, interface
+from .transformers_names import CALLS_FLASH, EAGER
 
 
 @dataclass(frozen=True)
@@ -63,8 +64,8 @@ class ModelLayers:
         return text_modules(self.decoder)
 
     @cached_property
-    def mask_makers(self) -> dict[type, list[find_masks.Maker]]:
-        return {type(model): find_masks.makers(type(model)) for model in self.entered}
+    def mask_makers(self) -> dict[type, list[mask_makers.Maker]]:
+        return {type(model): mask_makers.makers(type(model)) for model in self.entered}
 
     @cached_property
     def attention(self) -> tuple[Layer, ...]:
@@ -78,7 +79,7 @@ class ModelLayers:
             found = seams[cls]
             if found is not None:
                 layers.append(replace(found, name=name, module=module))
-        users = layers and find_masks.of_the_user(decoder, self.mask_makers[type(decoder)])
+        users = layers and mask_makers.of_the_user(decoder, self.mask_makers[type(decoder)])
         if users or any(_only_by_document(layer, decoder) for layer in layers):
             site = of_forward(decoder, _as_it_is)
             layers = [replace(layer, seam="document", site=site, others=()) for layer in layers]
@@ -127,7 +128,7 @@ def _of_dense_batches(layer: Layer, implementation: str | None) -> Iterator[Any]
         yield torch.nn.functional.scaled_dot_product_attention
     if layer.seam == "interface":
         table = getattr(owner, attribute)
-        yield table[implementation] if implementation in table else getattr(owner, interface.EAGER, None)
+        yield table[implementation] if implementation in table else getattr(owner, EAGER, None)
     elif attribute != "forward":
         yield getattr(owner, attribute).get(implementation)
     else:
@@ -137,7 +138,7 @@ def _of_dense_batches(layer: Layer, implementation: str | None) -> Iterator[Any]
             yield inspecting.forward_of(plain)
             yield None if flash is None else inspecting.forward_of(flash)  # it says which layers have a window
         if implementation == formula.FLASH:
-            yield vars(layer.site.module).get("_flash_attention_forward")
+            yield vars(layer.site.module).get(CALLS_FLASH)
 
 
 def _as_it_is(original: Function) -> Function:

@@ -13,19 +13,20 @@ import torch
 from .._types import Model
 from ..errors import NotAModel
 from . import inspecting
+from .transformers_names import MODELING, PRETRAINED, loaded
 
 _INSIDE = ("_orig_mod", "module", "pretrained_model", "model")  # attributes in which wrappers hold the model inside
 
 
 def is_transformers_model(module: object) -> bool:
     # Transformers is not imported for this.
-    modeling = sys.modules.get("transformers.modeling_utils")
-    return modeling is not None and issubclass(type(module), modeling.PreTrainedModel)
+    modeling = loaded(MODELING)
+    return modeling is not None and issubclass(type(module), getattr(modeling, PRETRAINED))
 
 
 def _models_among(modules: Iterable[Any]) -> list[Any]:
-    modeling = sys.modules.get("transformers.modeling_utils")
-    return [] if modeling is None else [one for one in modules if issubclass(type(one), modeling.PreTrainedModel)]
+    modeling = loaded(MODELING)
+    return [] if modeling is None else [one for one in modules if issubclass(type(one), getattr(modeling, PRETRAINED))]
 
 
 def named_modules(module: Any, without: Collection[Any] = ()) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from .foreign import where_defined
 from .packed_mask import PackedMask
 from .splitting import Documents
 from .step import MARK, Patched, Step
+from .transformers_names import POOLED_LOGITS
 
 # arguments with a position in each row, or a label for each row
 _ROW_ARGUMENTS = (
@@ -105,7 +106,7 @@ def one_result_per_row(model: Model) -> str:
         if inspecting.has_variable(forward, "logits_per_text"):  # CLIP and similar models
             return f"pools one vector per row, to compare texts with images or sounds in {cls.__name__}.forward"
         # by `problem_type`, a forward chooses the loss for one label per row; token classifiers do not read it
-        pools = inspecting.has_variable(forward, POOLED) or inspecting.reads_name(forward, "problem_type")
+        pools = inspecting.has_variable(forward, POOLED_LOGITS) or inspecting.reads_name(forward, "problem_type")
         if pools and not pools_documents(model):
             return f"pools one vector per row, in another way than by its last token ({cls.__name__}.forward)"
     return ""
@@ -159,8 +160,6 @@ def _documents(mask: PackedMask) -> str:
     return f"{number} documents in {mask.shape[0]} rows"
 
 
-POOLED = "pooled_logits"  # the variable for the result of pooling in the forwards of all Transformers versions
-
 # places of a row's tokens for which the mean, the least, the largest and the first are not the last
 _TRIED = (0.0, 3.0, 1.0, 2.0)
 
@@ -205,7 +204,8 @@ def pools_documents(model: Model) -> bool:
 
 def _pooling_forward(model: Model) -> Function | None:
     forwards = inspecting.forwards_that_run(type(model))
-    return next((inspect.unwrap(forward) for forward in forwards if inspecting.has_variable(forward, POOLED)), None)
+    pooling = (inspect.unwrap(forward) for forward in forwards if inspecting.has_variable(forward, POOLED_LOGITS))
+    return next(pooling, None)
 
 
 def _padding(model: Model) -> Any:

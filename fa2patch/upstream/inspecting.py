@@ -12,7 +12,7 @@ import importlib.util
 import inspect
 import sys
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from types import CellType, CodeType, FrameType, FunctionType
 from typing import Any
 
@@ -20,6 +20,7 @@ import torch
 
 from .._torch import traced, tracing_code, uncompiled
 from .._types import Call, Config, Function
+from .transformers_names import CALLS_FLASH
 
 
 def code_of(function: object) -> CodeType | None:
@@ -126,7 +127,7 @@ def reads_name(function: object, name: str) -> bool:
 
 def casts_states(function: object) -> bool:
     # Transformers' flash path casts float32 states.
-    return reads_name(function, "_flash_attention_forward")
+    return reads_name(function, CALLS_FLASH)
 
 
 def has_constant(function: object, value: object) -> bool:
@@ -286,22 +287,6 @@ def uses_flash(config: object) -> bool:
 
 def text_config(config: Config) -> Config:
     return config.get_text_config() if hasattr(config, "get_text_config") else config
-
-
-# Names of Transformers' dictionary of attention functions. A release that renames it adds a name here.
-ATTENTION_FUNCTIONS = ("ALL_ATTENTION_FUNCTIONS",)
-
-MASK_FUNCTIONS = ("ALL_MASK_ATTENTION_FUNCTIONS",)  # the same of functions that make masks
-
-
-def dictionary_in(module: str, names: Sequence[str]) -> Mapping[Any, Function]:
-    # The dictionary is empty in a release that has none, and before the module is imported.
-    held = vars(sys.modules[module]) if module in sys.modules else {}
-    for name in names:
-        if name in held:
-            found: Mapping[Any, Function] = held[name]
-            return found
-    return {}
 
 
 def running() -> Iterator[FrameType]:

@@ -9,7 +9,6 @@ the user's, in ``loss_weights``.
 from __future__ import annotations
 
 import inspect
-import sys
 from types import FunctionType
 from typing import Any, Union
 
@@ -36,9 +35,8 @@ from .calls import passed
 from .find_layers import ModelLayers
 from .packed_mask import MASK, PackedMask
 from .step import Step, Trait, Weighted
+from .transformers_names import LOSSES, loaded
 from .ulysses import RowPart
-
-_LOSSES = "transformers.loss.loss_utils"
 
 Kept = Union[slice, torch.Tensor]  # an index of the tokens in a row whose logits are asked for
 
@@ -121,8 +119,8 @@ def predicts_the_next(model: Model, sees_both_ways: bool) -> bool:
     # A loss function of Transformers, if the forward uses one, shows whether labels are shifted. A token classifier or
     # a masked LM does not shift them.
     loss = _loss_function(model)
-    if getattr(loss, "__module__", None) == _LOSSES:
-        return bool(loss is sys.modules[_LOSSES].ForCausalLMLoss)
+    if getattr(loss, "__module__", None) in LOSSES:
+        return bool(loss is loaded(LOSSES).ForCausalLMLoss)
     if sees_both_ways:
         return False
     try:

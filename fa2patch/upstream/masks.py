@@ -18,12 +18,12 @@ from ..documents.boundaries import Boundaries
 from ..documents.spans import last_seen
 from ..documents.tensors import largest
 from ..errors import PackingNotIsolated, UnsupportedModel
-from . import directions, find_masks, inspecting
+from . import directions, inspecting, mask_makers
 from .facts import Facts, Site
 from .find_layers import ModelLayers
-from .find_masks import FUNCTIONS, METHODS, TWO_MASKS
 from .foreign import is_known, where_defined
 from .packed_mask import PackedMask, mask_among
+from .transformers_names import MASK_FUNCTIONS, MASK_MAKERS, MASK_METHODS, MASKING, TWO_MASKS, dictionary_in
 
 TYPES = "token_type_ids"
 MEDIA_TYPES = "mm_token_type_ids"  # the types of Gemma 4's tokens
@@ -141,7 +141,7 @@ def look(model: ModelLayers, facts: Facts) -> list[Site]:
     makers = list(chain.from_iterable(model.mask_makers.values()))
     outermost = type(model.model)
     facts.makes_masks = len(model.entered) > 1 and any(
-        find_masks.calls_method(outermost, name) for owner, name in makers if owner in outermost.__mro__
+        mask_makers.calls_method(outermost, name) for owner, name in makers if owner in outermost.__mro__
     )
     return [Site(owner, name, let_through) for owner, name in makers]
 
@@ -157,8 +157,8 @@ def let_through(original: Function) -> Function:
     knows = not variables.isdisjoint((TYPES, MEDIA_TYPES, NUMBERS)) or inspecting.has_constant(
         original, directions.ADDED
     )
-    own = "masking_utils" not in original.__module__
-    passes_on = knows and own and any(map(FUNCTIONS.fullmatch, inspecting.names_read(original)))
+    own = original.__module__ not in MASKING
+    passes_on = knows and own and any(map(MASK_MAKERS.fullmatch, inspecting.names_read(original)))
 
     @functools.wraps(original)
     def make_mask(*args: Any, **kwargs: Any) -> Any:
@@ -182,7 +182,7 @@ def let_through(original: Function) -> Function:
 
 
 def _as_made_by(function: Function, names: list[str], given: Call, told: Blocks | None, mask: PackedMask) -> Any:
-    if told is not None and function.__name__ in METHODS:
+    if told is not None and function.__name__ in MASK_METHODS:
         return replace(mask, outright=True)
     if told is not None and window_of(given) is not None:
         return replace(mask, window=window_of(given))
@@ -203,7 +203,7 @@ def _as_made_by(function: Function, names: list[str], given: Call, told: Blocks 
 @constant
 def _registered(implementation: object) -> str:
     # where the user's function that would make the mask of a dense batch is defined; empty if it is upstream's
-    function = inspecting.dictionary_in(*find_masks.REGISTERED).get(implementation)
+    function = dictionary_in(MASKING, MASK_FUNCTIONS).get(implementation)
     known = _of_the_user.get(implementation)
     if known is None or known[0] is not function:
         own = function is not None and not is_known(function)

@@ -15,6 +15,7 @@ from .facts import Facts, Site
 from .find_layers import ModelLayers, blocks_without, claims_flash_attention
 from .find_models import is_transformers_model, named_modules, takes_no_token_ids, token_embeddings
 from .step import Step, Trait
+from .transformers_names import ATTENTION_FUNCTIONS
 
 ENCODED = "encoder_hidden_states"
 
@@ -99,7 +100,7 @@ def _require_layers(model: ModelLayers) -> None:
             break
     raise LayerNotPatchable(
         f"{type(model.decoder).__name__}: looked in every layer for attention with a seam (a module-level "
-        f"{inspecting.ATTENTION_FUNCTIONS[0]}, or attention written out) and found {len(model.layers)} such layers; "
+        f"{ATTENTION_FUNCTIONS[0]}, or attention written out) and found {len(model.layers)} such layers; "
         f"without one: {blocks}. Nothing was patched. {do}"
     )
 

@@ -26,6 +26,7 @@ from ..errors import PackingNotIsolated
 from ..kernels import Options
 from . import inspecting
 from .calls import Batch, has_pictures, passed
+from .transformers_names import ATTENTION_FUNCTIONS, CALLS_FLASH, FLASH, MODELING, dictionary_in, loaded
 
 groups: dict[str, Any] = {}  # process groups by their group_name, because operators take no objects
 
@@ -241,14 +242,13 @@ def _ulysses() -> Any:
 
 
 def _registered() -> list[Function]:
-    table = inspecting.dictionary_in("transformers.modeling_utils", inspecting.ATTENTION_FUNCTIONS)
+    table = dictionary_in(MODELING, ATTENTION_FUNCTIONS)
     return list(map(table.__getitem__, table))
 
 
 @constant
 def _splitter(sdpa: Function) -> str:
-    utilities = sys.modules.get("transformers.modeling_flash_attention_utils")  # where ring_flash_attn puts its own
-    functions = [sdpa, getattr(utilities, "_flash_attention_forward", None)]
+    functions = [sdpa, getattr(loaded(FLASH), CALLS_FLASH, None)]  # where ring_flash_attn puts its own
     if _PACKAGE in sys.modules or _RING in sys.modules:  # torch's context parallelism registers nothing
         functions += _registered()
     splitters = []

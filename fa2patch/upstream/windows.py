@@ -16,7 +16,8 @@ from typing import Any
 from . import inspecting
 from .facts import Facts
 from .find_layers import Layer, ModelLayers
-from .seams import formula, interface
+from .seams import formula
+from .transformers_names import EAGER
 
 WINDOW = "sliding_window"
 
@@ -54,7 +55,7 @@ def _definition(model: ModelLayers) -> Iterator[tuple[Any, Any]]:
         if layer is None:
             yield cls, inspecting.forward_of(cls)
         elif layer.seam == "interface":
-            yield cls, getattr(layer.site.owner, interface.EAGER, None)
+            yield cls, getattr(layer.site.owner, EAGER, None)
         elif isinstance(layer.site.make, formula.ByFormula):
             plain = layer.site.make.classes[0]
             yield plain, inspecting.forward_of(plain)

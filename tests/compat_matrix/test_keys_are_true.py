@@ -41,7 +41,7 @@ FAULTS = {
     "a constant of mixers: the argument that reaches them": (
         "fa2patch/upstream/find_layers.py", '_MASKS = ("attention_mask", "mask", "conv_mask")', '_MASKS = ("masks",)'),
     "a constant of what is registered": (
-        "fa2patch/upstream/inspecting.py", '("ALL_ATTENTION_FUNCTIONS",)', '("ALL_ATTENTION",)'),
+        "fa2patch/upstream/transformers_names.py", '("ALL_ATTENTION_FUNCTIONS",)', '("ALL_ATTENTION",)'),
     "a class body: a field's default": (
         "fa2patch/upstream/packed_mask.py", "    window: int | None = None", "    window: int | None = 2"),
     "a class body: another field's default": (

@@ -12,12 +12,11 @@ from small_models import alone, assert_right, called, labelled, llama, of_family
 
 import fa2patch
 from fa2patch import errors
-from fa2patch.upstream import inspecting
-from fa2patch.upstream.seams import interface
+from fa2patch.upstream import inspecting, transformers_names
 
 modeling = sys.modules[transformers.LlamaForCausalLM.__module__]
-REGISTRY = getattr(sys.modules["transformers.modeling_utils"], inspecting.ATTENTION_FUNCTIONS[0], None)
-HAS_REGISTRY = REGISTRY is not None and hasattr(modeling, inspecting.ATTENTION_FUNCTIONS[0])
+REGISTRY = getattr(sys.modules["transformers.modeling_utils"], transformers_names.ATTENTION_FUNCTIONS[0], None)
+HAS_REGISTRY = REGISTRY is not None and hasattr(modeling, transformers_names.ATTENTION_FUNCTIONS[0])
 registry_only = pytest.mark.skipif(not HAS_REGISTRY, reason="Llama's attention is not looked up in a dictionary here")
 classes_only = pytest.mark.skipif(HAS_REGISTRY, reason="Llama's attention is looked up in a dictionary here")
 
@@ -54,7 +53,7 @@ def in_place_of_sdpa(monkeypatch):
 
 
 def in_place_of_eager(monkeypatch):
-    monkeypatch.setattr(modeling, interface.EAGER, wrapping(getattr(modeling, interface.EAGER)))
+    monkeypatch.setattr(modeling, transformers_names.EAGER, wrapping(getattr(modeling, transformers_names.EAGER)))
     return "eager"
 
 
@@ -197,7 +196,7 @@ def prefix_mask_of(args, kwargs):
 
 def mask_in_the_dictionary(model, monkeypatch):
     masking = sys.modules.get("transformers.masking_utils")
-    table = getattr(masking, inspecting.MASK_FUNCTIONS[0], None)
+    table = getattr(masking, transformers_names.MASK_FUNCTIONS[0], None)
     if table is None:
         pytest.skip("masks are not made by a function in a dictionary here")
     names = inspecting.parameter_names(table["eager"])

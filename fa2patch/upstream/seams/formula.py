@@ -24,6 +24,7 @@ from .. import caches, inspecting, rope, splitting
 from ..facts import Site
 from ..foreign import require_of_model
 from ..packed_mask import PackedMask, mask_among
+from ..transformers_names import CALLS_FLASH, EACH_MODEL
 from . import torch_of_formulas
 from .scores import FormulaMask, Products, Scores
 
@@ -83,7 +84,7 @@ def _is_triangle(sees: Any) -> bool:
 
 def _adds(part: torch.nn.Module, modeling: str) -> bool:
     cls = type(part)
-    own = cls.__module__ == modeling or cls.__module__.startswith("transformers.models.")
+    own = cls.__module__ == modeling or cls.__module__.startswith(EACH_MODEL)
     return isinstance(part, torch.nn.Embedding) or (own and "Rotary" not in cls.__name__)
 
 
@@ -174,7 +175,7 @@ class Windows:
     def of(cls, flash: type) -> Windows:
         # The window is taken from this class, because eager code of these versions has it in the mask, and for all
         # layers or none.
-        forward, method = inspecting.forward_of(flash), vars(flash).get("_flash_attention_forward")
+        forward, method = inspecting.forward_of(flash), vars(flash).get(CALLS_FLASH)
         codes = [code for code in (forward, method) if code is not None]
         by_layer = [inspecting.reads_name(code, "max_window_layers") for code in codes]
         return cls(

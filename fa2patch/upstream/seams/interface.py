@@ -20,11 +20,10 @@ from ...kernels import Options
 from ...kernels.options import from_keywords
 from ..facts import Site
 from ..foreign import require_of_model
-from ..inspecting import ATTENTION_FUNCTIONS, casts_states, reads_name
+from ..inspecting import casts_states, reads_name
 from ..packed_mask import PackedMask
 from ..prepared import LOOKED_AT
-
-EAGER = "eager_attention_forward"
+from ..transformers_names import ATTENTION_FUNCTIONS, EAGER
 
 
 def interface_of(modeling: ModuleType, forward: Function) -> tuple[Site, tuple[Site, ...]] | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Iterable
 from types import ModuleType
@@ -13,26 +12,15 @@ import torch
 from .._types import Function, Model
 from . import inspecting
 from .foreign import is_known, is_of_model
-
-# ModernBERT's method (4.48 to 5.0), which returns a mask for global and one for local layers
-TWO_MASKS = "_update_attention_mask"
-
-METHODS = (
-    "_update_causal_mask",  # 4.38 to 4.52
-    "_prepare_decoder_attention_mask",  # 4.34
-    "_prepare_attn_mask",  # Falcon in 4.34
-    "_update_linear_attn_mask",
-    "_update_mamba_mask",
-    "get_extended_attention_mask",  # of encoders, up to 4.57: a causal mask if they are decoders
-    TWO_MASKS,
+from .transformers_names import (
+    CONVERTER,
+    MASK_FUNCTIONS,
+    MASK_MAKERS,
+    MASK_METHODS,
+    MASKING,
+    UNMASK,
+    dictionary_in,
 )
-# `_prepare_4d_*` from 4.35 on; `create_*_mask` from 4.53 on, which look up a function in ALL_MASK_ATTENTION_FUNCTIONS
-FUNCTIONS = re.compile(r"create_\w*masks?(_mapping|_for_generate|_for_vision_model)?|_prepare_4d_\w+")
-UNMASK = "_unmask_unattended"  # of AttentionMaskConverter, which 4.38 to 4.52 use as well on a GPU
-
-# where the dictionary of functions that make masks is, by attn_implementation
-REGISTERED = "transformers.masking_utils", inspecting.MASK_FUNCTIONS
-
 
 # the class or the modeling module in which a function that makes masks lies, and the name of its attribute
 Maker = tuple[Union[type, ModuleType], str]
@@ -42,16 +30,16 @@ def makers(base_model: type) -> list[Maker]:
     own = [cls for cls in base_model.__mro__ if issubclass(cls, torch.nn.Module)]  # not a mix-in of all models
     found: list[Maker] = [
         (cls, name)
-        for name in METHODS
+        for name in MASK_METHODS
         for cls in base_model.__mro__
         if name in vars(cls) and _makes_one(vars(cls)[name]) and (cls in own or calls_method(base_model, name))
     ]
     modules = dict.fromkeys(sys.modules[cls.__module__] for cls in base_model.__mro__ if "forward" in vars(cls))
     for module in modules:
         found += [
-            (module, name) for name, value in vars(module).items() if FUNCTIONS.fullmatch(name) and callable(value)
+            (module, name) for name, value in vars(module).items() if MASK_MAKERS.fullmatch(name) and callable(value)
         ]
-        converter = vars(module).get("AttentionMaskConverter")
+        converter = vars(module).get(CONVERTER)
         if converter is not None and UNMASK in vars(converter):
             found.append((converter, UNMASK))
     return found
@@ -75,10 +63,10 @@ def of_the_user(model: Model, made_by: Iterable[Maker]) -> Any:
         if on_the_object is not None and not is_known(on_the_object):
             return on_the_object
     config = getattr(model, "config", None)  # a layer by itself has none
-    found = inspecting.dictionary_in(*REGISTERED).get(getattr(config, "_attn_implementation", None))
+    found = dictionary_in(MASKING, MASK_FUNCTIONS).get(getattr(config, "_attn_implementation", None))
     return None if found is None or is_known(found) else found
 
 
 def _makes_one(method: Function) -> bool:
     # OPT's in 4.46 and 4.47 returns two masks, and makes them with functions that are replaced.
-    return not inspecting.takes(method, "input_shape") or method.__name__ != METHODS[0]
+    return not inspecting.takes(method, "input_shape") or method.__name__ != MASK_METHODS[0]

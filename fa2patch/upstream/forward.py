@@ -1,8 +1,10 @@
 """The forward of a patched model, read down in the order in which a batch goes through it.
 
-The first model that a batch reaches finds the boundaries and hands the :class:`PackedMask` to the models inside it
-(``attached.py``). The base model, which loops over the layers, passes it in place of the attention mask, and every
-layer that ran must have been given it.
+The first model that a batch reaches finds the boundaries (:func:`recognise`; ``find_documents.py`` decides whether the
+batch is packed) and hands the :class:`PackedMask` to the models inside it (``attached.py``). The base model, which
+loops over the layers, passes it in place of the attention mask. Each layer calls :meth:`PackedMask.attend` through its
+seam (``seams/``), with the options of its call (``kernels/options.py``), and every layer that ran must have been given
+the mask.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..documents.find import counts_anew
 from ..documents.names import IGNORED_LABEL, REAL
 from ..documents.row_shape import RowShape
 from ..errors import CollatorError
@@ -318,7 +319,7 @@ def _require_visible_starts(position_ids: Array, lengths: Sequence[int], kept: S
     # `kept` are the numbers of the examples in the batch. The padding comes last and has none.
     first = ends(lengths)[:-1]
     left, right = position_ids[first - 1], position_ids[first]
-    hidden = np.flatnonzero(right == left + 1)
+    hidden = np.flatnonzero(~counts_anew(right, left))
     if len(hidden):
         at = hidden[0]
         number = kept[at + 1] if at + 1 < len(kept) else kept[-1] + 1

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..documents.find import boundaries
+from ..documents.find import boundaries, counts_anew
 from ..documents.names import LENGTHS, MEDIA, REAL
 from ..errors import CollatorError
 
@@ -255,9 +255,9 @@ def _require_documents(index: int, flat: Flat, visible: Array, start: int) -> No
     example = np.searchsorted(ends(flat.lengths), at, side="right")
     behind = (np.diff(at) > 1) & (np.diff(example) == 0)
     left, right = at[:-1][behind], at[1:][behind]
-    run = np.maximum.accumulate(np.where(np.diff(ids, prepend=ids[0]) == 1, 0, token))  # first token of a run of ids
+    run = np.maximum.accumulate(np.where(counts_anew(ids, np.roll(ids, 1)), token, 0))  # first token of a run of ids
     first = np.isin(ids, (0, start))
-    same = (ids[right] == ids[left] + 1) & ~((run[right] > left) & first[run[right]])
+    same = ~counts_anew(ids[right], ids[left]) & ~((run[right] > left) & first[run[right]])
     wrong = np.flatnonzero(~(same | first[right]))
     if len(wrong):
         one, other = left[wrong[0]], right[wrong[0]]

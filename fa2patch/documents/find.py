@@ -280,9 +280,18 @@ def _changes(given: _Given, ids: Ids, step: int) -> Flags:
     rows, tokens, before = given.runs
     own, left = ids[rows, tokens], ids[rows, np.maximum(before, 0)]
     # The ids may or may not count padding.
-    continues = ((own == left + step) | (own == left + step * (tokens - before))) & (own >= left)
-    changed[rows, tokens] = (before < 0) | ~continues
+    anew = counts_anew(own, left, step) & counts_anew(own, left, step * (tokens - before))
+    changed[rows, tokens] = (before < 0) | anew
     return changed
+
+
+def counts_anew(own: Array, left: Array, step: Any = 1) -> Array:
+    """Whether ids are not their left neighbours' plus one: the rule by which a document starts, in arrays and tensors.
+
+    With ``step=0``, whether numbers of documents are not their neighbours'. A step may be one for each id.
+    """
+    found: Array = (own != left + step) | (own < left)  # the largest int64 + 1 is the smallest
+    return found
 
 
 # So many numbers are compared at once. What is made of them on the way stays in the processor's cache: made of a row of
@@ -296,7 +305,7 @@ def _breaks(ids: Ids, step: int) -> Flags:
     for start in range(1, len(flat), AT_ONCE):
         own = flat[start : start + AT_ONCE]
         left = flat[start - 1 : start - 1 + len(own)]
-        breaks[start : start + AT_ONCE] = (own != left + step) | (own < left)  # the largest int64 + 1 is the smallest
+        breaks[start : start + AT_ONCE] = counts_anew(own, left, step)
     breaks[:: ids.shape[1]] = True
     return breaks.reshape(ids.shape)
 
@@ -435,7 +444,7 @@ def _on_device(ids: torch.Tensor, first_position: int | None = None) -> tuple[to
     # is given if an id is below it.
     tokens = ids.numel()
     starts = torch.ones_like(ids, dtype=torch.bool)
-    starts[:, 1:] = (ids.diff() != 1) | (ids[:, 1:] <= ids[:, :-1])
+    starts[:, 1:] = counts_anew(ids[:, 1:], ids[:, :-1])
     if first_position is not None:
         starts[:, 1:] |= _behind_padding(ids[:, 1:], ids[:, :-1], starts[:, :-1], first_position)
     number = starts.flatten().cumsum(0)

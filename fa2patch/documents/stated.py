@@ -20,7 +20,7 @@ from .._types import Call
 from ..errors import BadBatch, BadCuSeqlens, BadParents, BoundaryConflict, NothingPacked
 from . import tensors
 from .boundaries import Boundaries
-from .find import added_to_logits, axes_of, goes_on, restarts
+from .find import added_to_logits, axes_of, counts_anew, goes_on, restarts
 from .names import IGNORED_LABEL, LABELS, LENGTHS, LOSS_LABELS, LOSS_WEIGHTS, MEDIA
 from .tensors import (
     Check,
@@ -280,7 +280,7 @@ def _require_ids_go_on(
     # The ids are [axes, tokens]. A segment without tokens may begin behind the last one.
     last = ids.shape[1] - 1
     first, before = ids[:, starts.clamp(max=last)], ids[:, (ends[parent] - 1).clamp(min=0)]
-    continues = first[0] == before[0] + 1
+    continues = ~counts_anew(first[0], before[0])
     if len(ids) == 3:
         one, other = first[:, None], before[:, None]
         continues |= (goes_on(one, other) & ~restarts(one, other))[0]

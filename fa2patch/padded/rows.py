@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from .._types import Call
 from ..documents import tensors
+from ..documents.find import counts_anew
 from ..documents.names import PARENTS
 from ..documents.prefixes import Prefixes, Segment, prefix_tree
 from ..errors import PackingNotIsolated
@@ -49,7 +50,7 @@ def read_rows(
     plain = (real == inside).all() & ((mask == 1) == real).all() & (lengths > 0).all()
     if position_ids is not None:
         ids = position_ids.to(mask.device)
-        plain &= ((ids[:, 1:] == ids[:, :-1] + 1) | ~(real[:, 1:] & real[:, :-1])).all()
+        plain &= ~(counts_anew(ids[:, 1:], ids[:, :-1]) & real[:, 1:] & real[:, :-1]).any()
     parts = [starts, lengths, plain[None], *(each.to(mask.device)[None] for each in asked)]
     if compared:
         aligned = (column + starts[:, None]) % length

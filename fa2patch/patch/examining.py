@@ -8,7 +8,7 @@ import threading
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -22,20 +22,12 @@ from ..proof.unknown import Structure, mode_of, unknown
 from ..upstream import attached, heads
 from ..upstream.find_layers import ModelLayers
 from ..upstream.find_models import is_sharded
-from ..upstream.forward import proof, thread, warn_unpacked
+from ..upstream.forward import proof, thread
 from ..upstream.packed_mask import PackedMask
-from ..upstream.step import MARK, Patched
+from ..upstream.step import MARK
 
-
-class Examined(Patched, Protocol):
-    """A patch, as an examination uses it."""
-
-    examination: Examination
-
-    @property
-    def active(self) -> bool: ...
-
-    def renew(self) -> None: ...
+if TYPE_CHECKING:
+    from .state import Patch
 
 
 # Two things are proven: that documents do not see each other, and that segments that continue the same one do not.
@@ -70,14 +62,14 @@ class Examination:
             self.under_way = before
 
 
-def begun(patch: Examined, prove: bool | str, layers: ModelLayers | None = None, must: bool = False) -> Examination:
+def begun(patch: Patch, prove: bool | str, layers: ModelLayers | None = None, must: bool = False) -> Examination:
     # `layers` is None for a copy of a model, which is looked at on its first batch.
     if layers is not None:
         must = prove is True or (prove == "unknown" and bool(unknown(layers)))
     return Examination(prove, must, number=number(patch))
 
 
-def keep_structure(patch: Examined) -> None:
+def keep_structure(patch: Patch) -> None:
     # fa2patch itself has changed the model, so the structure that it has now counts as the planned one.
     if patch.examination.prove is False:
         looking.release(patch.model, everywhere=False)
@@ -86,7 +78,7 @@ def keep_structure(patch: Examined) -> None:
     patch.examination.structure = Structure(patch.model)
 
 
-def _has_changed(patch: Examined) -> bool:
+def _has_changed(patch: Patch) -> bool:
     # A change by fa2patch itself counts as none, and the structure after it is kept.
     kept = patch.examination.structure
     if kept is None or kept.is_as_kept():
@@ -100,7 +92,7 @@ def _has_changed(patch: Examined) -> bool:
     return False
 
 
-def examine(patch: Examined, module: Model, call: Call, mask: PackedMask) -> None:
+def examine(patch: Patch, module: Model, call: Call, mask: PackedMask) -> None:
     # This runs before a model computes a packed batch. It renews the patch of a model whose modules have changed, and
     # proves the batch if a proof is due.
     examination = patch.examination
@@ -120,7 +112,7 @@ def examine(patch: Examined, module: Model, call: Call, mask: PackedMask) -> Non
             _examine_now(patch, module, call, mask)
 
 
-def _examine_now(patch: Examined, module: Model, call: Call, mask: PackedMask) -> None:
+def _examine_now(patch: Patch, module: Model, call: Call, mask: PackedMask) -> None:
     kept = patch.examination.structure  # asked here, so that a batch of a model as it was needs no other call
     if (kept is None or not kept.is_as_kept()) and _has_changed(patch):
         with _lock:
@@ -135,7 +127,7 @@ def _examine_now(patch: Examined, module: Model, call: Call, mask: PackedMask) -
             _examine(patch, module, call, mask)
 
 
-def _examine(patch: Examined, module: Model, call: Call, mask: PackedMask) -> None:
+def _examine(patch: Patch, module: Model, call: Call, mask: PackedMask) -> None:
     examination, name = patch.examination, type(patch.model).__name__
     due = _due(examination, module, mask.boundaries, mask.shape)
     if not due:
@@ -183,7 +175,7 @@ def _due(
     return {(what, mode) for what in held if again or (what, mode) not in examination.proven}
 
 
-def _prove(patch: Examined, due: set[tuple[str, int]], module: Model, call: Call, mask: PackedMask) -> None:
+def _prove(patch: Patch, due: set[tuple[str, int]], module: Model, call: Call, mask: PackedMask) -> None:
     # A replica of the model is proven, or the model itself if a replica does not see the whole forward.
     from ..proof import proving  # with five more modules, which only a model with unknown modules needs
 
@@ -209,7 +201,7 @@ def _prove(patch: Examined, due: set[tuple[str, int]], module: Model, call: Call
     patch.examination.proven |= due
 
 
-def hook_changes(patch: Examined) -> None:
+def hook_changes(patch: Patch) -> None:
     # A hook that was watched has changed something, so the packed batch that is being computed is proven. A dense batch
     # proves nothing before the next packed one. In a backward, the batch it belongs to cannot be seen, so the last
     # packed one is proven.
@@ -229,7 +221,7 @@ def hook_changes(patch: Examined) -> None:
 def _examined(given: str, tree: bool) -> str:
     # The result is the message of the error that `examine` would raise. A batch has no values during a capture, so an
     # example batch is proven instead.
-    patch: Examined = numbered(given)
+    patch: Patch = numbered(given)
     if patch.examination.under_way:
         return ""
     with paused():
@@ -254,14 +246,3 @@ def _examined(given: str, tree: bool) -> str:
         except Fa2PatchError as error:
             return error.message
     return ""
-
-
-@constant
-def capture_unpacked(given: str) -> bool:
-    # A graph cannot count batches: a count that it reads would make a new graph for every batch. So the warning comes
-    # with the first graph for training batches without document information. A constant of a graph needs a value, so
-    # False is returned.
-    patch: Examined = numbered(given)
-    if patch.unpacked is not None:
-        warn_unpacked(patch, "a graph was compiled for training batches that do not say")
-    return False

@@ -128,8 +128,10 @@ class Patch:
     examine = examining.examine
     hook_changes = examining.hook_changes
 
-    def capture_unpacked(self) -> None:
-        examining.capture_unpacked(self.examination.number)
+    @property
+    def number(self) -> str:
+        """The number by which a graph that is captured looks this patch up."""
+        return self.examination.number
 
     @changing(waits=True)
     def renew(

@@ -9,7 +9,7 @@ import torch
 from .._torch import HAS_OPERATORS, compiling, recording, transforming
 from .._types import Call
 from ..documents.boundaries import Boundaries
-from ..documents.find import find_boundaries, in_graph, is_plain
+from ..documents.find import counts_anew, find_boundaries, in_graph, is_plain
 from ..documents.names import LENGTHS, PARENTS
 from ..documents.stated import from_cu_seqlens
 from ..documents.tensors import largest
@@ -109,7 +109,7 @@ def _documents_meet(ids: torch.Tensor, mask: Any, first: int) -> bool:
     # `ids` are [batch or 1, length]. A mask [batch, 1, length, keys] is True or 0 where a query sees a key. In
     # [batch, keys] real keys are not 0, and the last keys are this call's. None: every query sees all up to itself.
     # Another mask (a BlockMask) is not looked into: ids that have counted up before they restart are then enough.
-    length, counts_on = ids.shape[1], ids[:, 1:] == ids[:, :-1] + 1
+    length, counts_on = ids.shape[1], ~counts_anew(ids[:, 1:], ids[:, :-1])
     # Whoever counts from 0 in any model, as `generate()` does, passes `first` as he counts on.
     starts = ((ids[:, 1:] == first) | (ids[:, 1:] == 0)) & ~counts_on
     if isinstance(mask, torch.Tensor) and mask.dim() == 4 and mask.shape[2] == length and mask.shape[3] >= length:

@@ -19,7 +19,7 @@ from typing import Any, Callable
 
 import torch
 
-from .._torch import compiling, is_no_verdict
+from .._torch import compiling, constant, is_no_verdict, numbered
 from .._types import Args, Call, Function, Model
 from ..documents import stated
 from ..documents.names import IGNORED_LABEL, LABELS, LENGTHS, PARENTS, REAL
@@ -259,7 +259,7 @@ def proof() -> Iterator[None]:
 def _dense(step: Step, mask: None = None) -> Any:
     if step.captured:
         if _says_nothing(step):
-            step.patch.capture_unpacked()
+            _warn_of_graph(step.patch.number)
         if isinstance(step.call.get("position_ids"), torch.Tensor) and not step.role.innermost:
             step.call["position_ids"] = attached.attach(step.call["position_ids"], attached.Piece(attached.MASK, None))
         return step.calls.make(step.module, step.args, step.call)
@@ -327,6 +327,17 @@ def _notice_overwritten(step: Step) -> None:
         learned = labels[0][0] != IGNORED_LABEL
         if bool(learned[:1].sum() + (learned[1:] & ~learned[:-1]).sum() > 1):
             _warn_overwritten(patch, "its labels start several times, as those of several documents do")
+
+
+@constant
+def _warn_of_graph(number: str) -> bool:
+    # A graph cannot count batches: a count that it reads would make a new graph for every batch. So the warning comes
+    # with the first graph for training batches without document information. A constant of a graph needs a value, so
+    # False is returned.
+    patch: Patched = numbered(number)
+    if patch.unpacked is not None:
+        warn_unpacked(patch, "a graph was compiled for training batches that do not say")
+    return False
 
 
 def _warn_overwritten(patch: Patched, seen: str) -> None:

@@ -104,11 +104,12 @@ class Patched(Protocol):
     skips: bool
     tally: Tally
 
+    # A graph that is captured looks the patch up by it.
+    @property
+    def number(self) -> str: ...
+
     # This is called before a packed batch is computed.
     def examine(self, module: Model, call: Call, mask: PackedMask) -> None: ...
-
-    # This is called when a training batch without document information is captured in a graph.
-    def capture_unpacked(self) -> None: ...
 
 
 class Weighted(NamedTuple):

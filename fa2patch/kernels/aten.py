@@ -192,8 +192,7 @@ class CpuFlash(NamedTuple):
 
     @staticmethod
     def takes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> bool:
-        special = (options.window, options.softcap, options.alibi_slopes)
-        plain = all(option is None for option in special) and not options.dropout and q.shape[-1] == v.shape[-1]
+        plain = options.features() <= {"sinks"} and q.shape[-1] == v.shape[-1]
         return plain and q.device.type == "cpu" and CPU_FLASH and (CPU_FLASH_GROUPED or q.shape[1] == k.shape[1])
 
     def forward(

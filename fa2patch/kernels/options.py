@@ -107,6 +107,9 @@ class Options:
             self.dropout > 0,
         )
 
+    def features(self) -> set[str]:
+        return {row.feature for row, is_on in zip(TABLE, self.needed()) if is_on}
+
     def with_heads(self, change: Callable[[torch.Tensor], torch.Tensor], learned: bool = False) -> Options:
         # with what `change` makes of each tensor [query heads]; with `learned`, of those alone that may have a gradient
         held = {row.name: getattr(self, row.name) for row in TABLE if row.by_head and (row.learned or not learned)}

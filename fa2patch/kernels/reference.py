@@ -93,7 +93,7 @@ def attend(call: Call, options: Options) -> torch.Tensor:
     queries, length, groups = query.shape[2], key.shape[2], query.shape[1] // key.shape[1]
     windowed = options.window is not None and options.window < length
     special = windowed or options.dropout  # the operator's backward repeats the dropout; sdpa's backends draw others
-    plain = not special and options.softcap is None and options.sinks is None and options.alibi_slopes is None
+    plain = not special and options.softcap is None and not options.by_head
     if plain and length == 1:
         return _OfOneKey.apply(query, key, value)  # type: ignore[no-untyped-call,no-any-return]
     asked: dict[str, Any] = {}

@@ -6,6 +6,7 @@ import click
 
 from ..kernels import kernel_rows
 from ..kernels.devices import device_rows
+from ..kernels.picks import every_kernel
 from .options import as_json_option
 from .output import escaped, new_console, print_json, print_table
 
@@ -27,5 +28,5 @@ def kernels_command(as_json: bool) -> None:
         does = row["here"] or row["features"]
         rows.append((row["name"], row["what"], here, row["dtypes"] or "any", row["head_dim"] or "any", does))
     print_table(console, ("kernel", "what", "here", "dtypes", "head dim up to", "besides plain attention"), rows)
-    devices = ((row["name"], row["kernels"], row["missing"]) for row in device_rows())
+    devices = ((row["name"], row["kernels"], row["missing"]) for row in device_rows(every_kernel()))
     print_table(console, ("device", "kernels", "missing there"), devices)

@@ -19,7 +19,7 @@ from .._torch import uncompiled
 from ..documents.boundaries import Boundaries
 from ..documents.tensors import read
 from .options import Options
-from .protocol import HALF, Kernel
+from .protocol import HALF, HUAWEI, Kernel
 
 MOST_DOCUMENTS = 2048  # in a call; the documentation allows up to 2K
 
@@ -38,6 +38,7 @@ class Ascend(Kernel):
     DTYPES = (*HALF, torch.float32)
     MAX_HEAD_DIM = 512
     MULTIPLE = 16
+    RUNS_ON = (HUAWEI,)
     FEATURES = frozenset({"window", "dropout", "trees", "spans"})
 
     def available(self) -> tuple[bool, str]:

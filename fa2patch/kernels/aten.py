@@ -18,7 +18,7 @@ from ..documents.boundaries import Boundaries, Keys, document_of
 from ..documents.trees import Level
 from .cascade import Cascade, levels_of
 from .options import Options
-from .protocol import HALF, IN_32_BITS, Kernel
+from .protocol import AMD, HALF, IN_32_BITS, NVIDIA, OLDER_NVIDIA, Kernel
 
 _FLASH, _FLASH_BACKWARD = "_flash_attention_forward", "_flash_attention_backward"
 _CPU_FLASH = "_scaled_dot_product_flash_attention_for_cpu"
@@ -37,6 +37,7 @@ class TorchVarlen(Kernel):
     name = "torch_varlen"
     what = "FlashAttention 2, torch's own build"
     needs = "nothing (windows and sinks: torch 2.4)"
+    RUNS_ON = (NVIDIA, AMD)
     FEATURES = frozenset({"window", "sinks", "dropout", "deterministic", "trees", "spans"})
     GATHERS = False
     LARGEST = IN_32_BITS
@@ -151,6 +152,7 @@ class Efficient(Kernel):
     needs = "torch 2.4"
     DTYPES = (*HALF, torch.float32)
     MAX_HEAD_DIM = None
+    RUNS_ON = (NVIDIA, OLDER_NVIDIA, AMD)
     FEATURES = frozenset({"dropout", "trees", "spans"})
 
     def takes(self, head_dim: int, value_dim: int) -> bool:

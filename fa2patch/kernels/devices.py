@@ -6,47 +6,30 @@ A kernel for a device that few have is loaded only where that device is, or wher
 from __future__ import annotations
 
 import importlib
-from typing import Any, Callable, NamedTuple
+from collections.abc import Sequence
+from typing import Any, Callable
 
 import torch
 
-from .protocol import Kernel
+from .protocol import AMD, APPLE, HUAWEI, INTEL, NVIDIA, OLDER_NVIDIA, Kernel
 
-
-class Device(NamedTuple):
-    name: str
-    kernels: tuple[str, ...]  # by name, best first; the reference runs everywhere
-    missing: str  # what is missing there, and the source
-
-
-TABLE = (
-    Device(
-        "NVIDIA, 8.0 and newer", ("flash_attn_3", "flash_attn", "flash_attn_4", "torch_varlen", "efficient", "flex"),
-        "FlashAttention 3 is for 8 and 9, FlashAttention 4 for 9 to 12",
+# What is missing on each kind of device, with the source. A kernel's class says on which it runs.
+MISSING = {
+    NVIDIA: "FlashAttention 3 is for 8 and 9, FlashAttention 4 for 9 to 12",
+    OLDER_NVIDIA: "flash kernels: all need 8.0, in the hub's builds too (transformers#47926)",
+    AMD: "a run: nobody has tried fa2patch there; FlashAttention 3 and 4, and sinks in aiter",
+    HUAWEI: (
+        "a run: nobody has tried fa2patch there; softcap, sinks and ALiBi, which the reference computes; one graph"
     ),
-    Device(
-        "NVIDIA, older", ("efficient", "flex"),
-        "flash kernels: all need 8.0, in the hub's builds too (transformers#47926)",
-    ),
-    Device(
-        "AMD (ROCm)", ("flash_attn", "aiter", "torch_varlen", "efficient", "flex"),
-        "a run: nobody has tried fa2patch there; FlashAttention 3 and 4, and sinks in aiter",
-    ),
-    Device(
-        "Huawei (Ascend)", ("ascend",),
-        "a run: nobody has tried fa2patch there; softcap, sinks and ALiBi, which the reference computes; one graph",
-    ),
-    Device(
-        "Intel (XPU)", ("flex", "hub"),
+    INTEL: (
         "variable lengths in torch's own flash attention (torch-xpu-ops#2853, pytorch#180857): the reference calls "
-        "it for each group of documents of near length",
+        "it for each group of documents of near length"
     ),
-    Device(
-        "Apple (MPS)", (),
+    APPLE: (
         "a kernel with variable lengths and a backward, also in FlexAttention: the reference calls torch's attention "
-        "for each group of documents of near length",
+        "for each group of documents of near length"
     ),
-)  # fmt: skip
+}
 
 # By the name of a kernel: its module, its class, and whether such a device may be here.
 ELSEWHERE: dict[str, tuple[str, str, Callable[[], bool]]] = {
@@ -70,5 +53,13 @@ def here() -> list[Kernel]:
     return [elsewhere(name) for name, (*_, present) in ELSEWHERE.items() if present()]
 
 
-def device_rows() -> list[dict[str, Any]]:
-    return [{**device._asdict(), "kernels": [*device.kernels, "reference"]} for device in TABLE]
+def device_rows(kernels: Sequence[Kernel]) -> list[dict[str, Any]]:
+    # The kernels are all of them, in the order of auto; those of ELSEWHERE are tried before torch's own.
+    own = [kernel for kernel in kernels if kernel.name not in ELSEWHERE]
+    place = next(at for at, kernel in enumerate(own) if kernel.name == "torch_varlen")
+    own[place:place] = map(elsewhere, ELSEWHERE)
+    found = {device: [kernel.name for kernel in own if device in kernel.RUNS_ON] for device in MISSING}
+    return [
+        {"name": device, "kernels": [*found[device], "reference"], "missing": missing}
+        for device, missing in MISSING.items()
+    ]

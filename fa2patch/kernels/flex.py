@@ -17,7 +17,7 @@ import torch
 from .._torch import constant, uncompiled
 from ..documents.boundaries import Boundaries, document_of
 from .options import Options
-from .protocol import HALF, IN_32_BITS, Kernel
+from .protocol import AMD, HALF, IN_32_BITS, INTEL, NVIDIA, OLDER_NVIDIA, Kernel
 
 
 class Flex(Kernel):
@@ -28,6 +28,7 @@ class Flex(Kernel):
     needs = "torch 2.5 and Triton (XPU: torch 2.9)"
     DEVICES = ("cuda", "xpu")
     DTYPES = (*HALF, torch.float32)
+    RUNS_ON = (NVIDIA, OLDER_NVIDIA, AMD, INTEL)
     FEATURES = frozenset({"window", "softcap", "sinks", "alibi", "deterministic", "trees", "spans"})
     GATHERS = False
     MASKS = True

@@ -75,6 +75,11 @@ def asked_as(described: tuple[Any, ...]) -> Asked:
     return Asked._make([*call, features, gradients])
 
 
+# Kinds of devices, as the table of ``fa2patch kernels`` names them
+NVIDIA, OLDER_NVIDIA, AMD = "NVIDIA, 8.0 and newer", "NVIDIA, older", "AMD (ROCm)"
+HUAWEI, INTEL, APPLE = "Huawei (Ascend)", "Intel (XPU)", "Apple (MPS)"
+
+
 class Kernel:
     """Base class of kernels: variable-length attention over documents laid end to end.
 
@@ -85,6 +90,7 @@ class Kernel:
         what: the implementation, in a few words.
         needs: requirements, in a few words.
         DEVICES: supported device types; None means all.
+        RUNS_ON: the kinds of devices for which it is listed.
         DTYPES: supported dtypes; None means all.
         MAX_HEAD_DIM: largest head dimension of q, k and v; None means no limit.
         MULTIPLE: q, k and v are padded with zeros to head dimensions that are multiples of this: to one head dimension,
@@ -107,6 +113,7 @@ class Kernel:
     what: str
     needs: str
     DEVICES: tuple[str, ...] | None = ("cuda",)
+    RUNS_ON: tuple[str, ...] = (NVIDIA,)
     DTYPES: tuple[torch.dtype, ...] | None = HALF
     MAX_HEAD_DIM: int | None = 256
     CAPABILITY: tuple[float, float] = (0, float("inf"))

@@ -29,6 +29,7 @@ class Reference(Kernel):
     what = "pure torch, documents of near length at a time"
     needs = "nothing"
     DEVICES = DTYPES = MAX_HEAD_DIM = None
+    RUNS_ON = ()  # everywhere, and last
     MULTIPLE = 1
     GATHERS = False
     MASKS = True

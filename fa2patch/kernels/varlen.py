@@ -21,7 +21,7 @@ from .._torch import is_no_verdict
 from ..documents.boundaries import Boundaries
 from ..errors import NothingProven
 from .options import Options
-from .protocol import IN_32_BITS, Kernel, capability
+from .protocol import AMD, IN_32_BITS, INTEL, NVIDIA, Kernel, capability
 
 # The names that the parameter for a feature has in different builds.
 PARAMETERS = {
@@ -125,6 +125,7 @@ class FlashAttn(VarlenFunc):
     needs = "pip install flash-attn (2.1 to 2.8)"
     source = "flash_attn"
     CAPABILITY = (8, float("inf"))
+    RUNS_ON = (NVIDIA, AMD)
     FEATURES = frozenset({"window", "softcap", "alibi", "dropout", "deterministic", "trees", "spans"})
 
 
@@ -138,6 +139,7 @@ class Aiter(VarlenFunc):
     what = "AMD's aiter"
     needs = "torch for ROCm, and aiter"
     source = "aiter"
+    RUNS_ON = (AMD,)
     FEATURES = frozenset({"window", "softcap", "alibi", "dropout", "deterministic", "trees", "spans"})
 
     def available(self) -> tuple[bool, str]:
@@ -196,6 +198,7 @@ class Hub(VarlenFunc):
     needs = "pip install kernels; kernel='hub:org/name' downloads it"
     source = "kernels-community/flash-attn2"  # or ``org/name@revision``, or a folder
     DEVICES = None  # the device types depend on the build
+    RUNS_ON = (INTEL,)
     FEATURES = frozenset({"window", "softcap", "sinks", "alibi", "dropout", "deterministic", "trees", "spans"})
 
     def __init__(self, source: str = "") -> None:

@@ -13,7 +13,7 @@ import torch
 import fa2patch
 from fa2patch import packing
 from fa2patch.documents.find import find_boundaries
-from fa2patch.documents.stated import from_cu_seqlens
+from fa2patch.documents.given_boundaries import from_cu_seqlens
 
 from .workloads import FLAN, small_llama
 

@@ -37,8 +37,8 @@ KERNELS = ("compat_matrix.check.stand_in", "fa2patch.kernels")
 CPU_ONLY = {
     ("fa2patch.documents.find", "_is_of_ones"),
     ("fa2patch.documents.tensors", "require_here"),
-    ("fa2patch.documents.stated", "_lengths_of"),
-    ("fa2patch.documents.stated", "_agreement"),
+    ("fa2patch.documents.given_boundaries", "_lengths_of"),
+    ("fa2patch.documents.given_boundaries", "_agreement"),
     ("fa2patch.upstream.seams.scores", "_hides"),
 }
 

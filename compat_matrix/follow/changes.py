@@ -42,7 +42,7 @@ RULES = {
     ),
     "keyword": (
         "a keyword that every forward accepts is new",
-        "Any trainer may pass it. If it says where documents are, documents/stated.py or names.py must read it.",
+        "Any trainer may pass it. If it says where documents are, given_boundaries.py or names.py must read it.",
     ),
     "boundaries": (
         "an argument that no forward had before is called like boundaries of documents",

@@ -9,7 +9,7 @@ from typing import Any
 import click
 import torch
 
-from .. import added
+from .. import entry_points
 from .._types import Model
 from ..documents.boundaries import Boundaries
 from ..errors import Fa2PatchError
@@ -97,7 +97,7 @@ def _preview(model: Model, kernel: str) -> dict[str, Any]:
         "dtype": str(next(inner.parameters()).dtype).replace("torch.", ""),
         "layers": found,
         "besides": besides,
-        "added": [asdict(one) for one in added.added()],
+        "added": [asdict(one) for one in entry_points.added()],
         "problem": problem,
     }
 

@@ -11,9 +11,9 @@ import torch
 
 from ..documents.boundaries import Boundaries, document_of
 from ..documents.find import boundaries
+from ..documents.given_boundaries import require_no_first_labels
 from ..documents.names import IGNORED_LABEL, PARENTS
 from ..documents.prefixes import prefix_tree
-from ..documents.stated import require_no_first_labels
 from ..errors import BadBatch, CollatorError
 from ..packing.sharing import in_common
 from .collators import DataCollatorWithFlattening

@@ -1,7 +1,7 @@
 """Finds where documents start in a batch, with torch and numpy only, and knows the grammar of position ids.
 
 A document starts at the first token of every row and wherever ``p[i] != p[i-1] + 1`` (rule 2 of CONTRIBUTING.md).
-``cu_seq_lens_*`` (:mod:`.stated`), then ``seq_idx``, then a 2-D mask of document numbers take precedence over
+``cu_seq_lens_*`` (:mod:`.given_boundaries`), then ``seq_idx``, then a 2-D mask of document numbers take precedence over
 ``position_ids``, which contradict them only where they fall or stand still inside a document.
 """
 

@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 
-from .. import added
+from .. import entry_points
 from .._torch import constant, number, numbered
 from ..documents.boundaries import Boundaries
 from ..errors import BadArgument, KernelUnavailable, KernelWrong, PackingNotIsolated, UnknownKernel
@@ -116,7 +116,7 @@ def order() -> tuple[Kernel, ...]:
 
 
 def every_kernel() -> tuple[Kernel, ...]:
-    added.load()
+    entry_points.load()
     tried = order()
     others = [kernel for kernel in map(named, ELSEWHERE) if kernel not in tried]
     return (*tried, *others, *BY_NAME_ONLY, *(kernel for kernel, before in _registered if before is None))
@@ -140,7 +140,7 @@ def register_kernel(kernel: Kernel, *, before: str | None = None) -> None:
         raise BadArgument(f"register_kernel: expected an instance of a Kernel with a name, found {kernel!r}.")
     if kernel.name in NAMES or kernel.name.startswith("hub:"):
         raise BadArgument(f"register_kernel: fa2patch has a kernel {kernel.name!r}. Choose another name.")
-    with added.LOCK:
+    with entry_points.LOCK:
         others = [(other, place) for other, place in _registered if other.name != kernel.name]
         tried = [*(other.name for other in ORDER), *(other.name for other, place in others if place is not None)]
         if before is not None and before not in tried:
@@ -148,7 +148,7 @@ def register_kernel(kernel: Kernel, *, before: str | None = None) -> None:
                 f"before={before!r}: expected one that auto tries, {', '.join(map(repr, tried))}, or None."
             )
         _registered[:] = [*others, (kernel, before)]
-        added.note("kernel", kernel.name)
+        entry_points.note("kernel", kernel.name)
 
 
 def named(name: str | Kernel) -> Kernel:

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 from ..documents.find import find_boundaries
+from ..documents.given_boundaries import from_cu_seqlens
 from ..documents.names import IGNORED_LABEL, LABELS, LENGTHS, LOSS_LABELS, PARENTS, REAL, TOKENS, MediaRow
 from ..documents.row_shape import PLAIN, RowShape
-from ..documents.stated import from_cu_seqlens
 from ..errors import PackingError
 from .budget import as_lengths, capped, check_budget
 from .dealing import deal, example_costs

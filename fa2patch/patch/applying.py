@@ -10,11 +10,11 @@ from typing import Any
 import numpy
 import torch
 
-from .. import added, kernels
+from .. import entry_points, kernels
 from .._types import Function
 from ..binding import changing, used_by
 from ..errors import BadArgument, LayerNotPatchable, UnsupportedNumPy, UnsupportedTransformers
-from ..upstream import foreign
+from ..upstream import other_code
 from ..upstream.find_layers import ModelLayers
 from ..upstream.find_models import transformers_model, walked_once
 from ..upstream.step import MARK, Budgeted
@@ -94,7 +94,7 @@ def apply(
     """
     _check_transformers()
     _check_numpy()
-    added.load()
+    entry_points.load()
     _check_options(kernel, prove, padded_batches)
     budget = None if max_tokens is None else budget_of(max_tokens, too_long)
     with changing(waits=True), walked_once():
@@ -203,8 +203,8 @@ def _held_under(module: torch.nn.Module, original: Function) -> list[str]:
     # a `forward` that looks this name up when called (0.23 does not), or "forward" if that is the class's own
     # (Transformers 5.0 and 5.1 leave it there after output_attentions).
     own = module.__dict__.get("forward")
-    if foreign.HOOKED in module.__dict__ and foreign.looks_up_hooked(own):
-        return [foreign.HOOKED]
+    if other_code.HOOKED in module.__dict__ and other_code.looks_up_hooked(own):
+        return [other_code.HOOKED]
     return ["forward"] if own is not None and getattr(own, "__func__", None) is original else []
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Callable
 
-from .. import added
+from .. import entry_points
 from .._types import Model
 from ..documents.names import LENGTHS
 from ..errors import BadArgument
@@ -61,9 +61,9 @@ def register_trait(trait: Trait) -> None:
         raise BadArgument(f"register_trait: expected a Trait with a name, found {trait!r}.")
     if any(own.name == trait.name for own in TRAITS):
         raise BadArgument(f"register_trait: fa2patch has a trait {trait.name!r} of its own. Choose another name.")
-    with added.LOCK:
+    with entry_points.LOCK:
         _registered[:] = [*(other for other in _registered if other.name != trait.name), trait]
-        added.note("trait", trait.name)
+        entry_points.note("trait", trait.name)
 
 
 def traits() -> tuple[Trait, ...]:

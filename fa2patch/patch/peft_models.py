@@ -18,7 +18,7 @@ from ..binding import ABSENT, bind
 from ..documents.find import find_boundaries
 from ..documents.names import LENGTHS
 from ..errors import PackingNotIsolated
-from ..upstream import foreign, inspecting
+from ..upstream import inspecting, other_code
 from ..upstream.find_models import is_transformers_model
 from ..upstream.step import MARK, Patched
 
@@ -60,7 +60,7 @@ def _looked_at(base: type[torch.nn.Module], original: Function) -> Function:
         except TypeError as error:
             inner = self.get_base_model()
             if MARK in inner.__dict__:
-                foreign.explain_rejected(inner, kwargs, error)
+                other_code.explain_rejected(inner, kwargs, error)
             raise
 
     return looked_at

@@ -14,7 +14,7 @@ from .. import kernels
 from .._types import Function
 from ..binding import bind, changing, release, used_by, users, when_imported
 from ..proof import looking
-from ..upstream import embeddings, foreign, hooks
+from ..upstream import embeddings, hooks, other_code
 from ..upstream.architectures import Architecture
 from ..upstream.calls import refuse_recording
 from ..upstream.find_layers import Layer, ModelLayers
@@ -178,9 +178,9 @@ class Patch:
             model.__dict__.update({MARK: self, ROLE: role})
             hooks.add(model)
         embeddings.take_apart(self.model)
-        if foreign.replaced_on(self.model):
+        if other_code.replaced_on(self.model):
             self.rehooked.append((self.model, "forward", self.model.__dict__["forward"]))
-            self.model.__dict__["forward"] = foreign.entered_first(self.model, entered)
+            self.model.__dict__["forward"] = other_code.entered_first(self.model, entered)
         for other in _patches():  # apply(model.model) came before apply(model): then one revert must be enough
             if other is not self and other.model in entered_models:
                 other.revert()

@@ -19,7 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from .._types import Call, Function
 from ..binding import bind
-from ..documents import stated
+from ..documents import given_boundaries
 from ..documents.names import IGNORED_LABEL, LABELS, LOSS_LABELS, TOKENS
 from ..errors import Fa2PatchError, NotAModel
 from ..upstream import attached, inspecting
@@ -123,7 +123,9 @@ def _inside_documents(patch: Patched, call: Call) -> Call:
     if role.pools or not role.predicts_the_next or row_part(model, call) is not None:
         return {}
     shape, _ = batch_shape(call)
-    mask = packed_mask_of(stated.translated(call, inspecting.parameter_names(type(model).forward), shape), patch)
+    mask = packed_mask_of(
+        given_boundaries.translated(call, inspecting.parameter_names(type(model).forward), shape), patch
+    )
     if mask is None:
         return {}
     return {

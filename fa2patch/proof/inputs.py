@@ -13,8 +13,8 @@ import torch
 from .._types import Call, Model
 from ..documents.boundaries import Boundaries
 from ..documents.find import find_boundaries
+from ..documents.given_boundaries import from_cu_seqlens
 from ..documents.names import LABELS, LENGTHS, LOSS_LABELS, LOSS_WEIGHTS, MEDIA, PARENTS, REAL, TOKENS, MediaRow
-from ..documents.stated import from_cu_seqlens
 from ..documents.tensors import described, is_integers
 from ..documents.trees import Tree
 from ..errors import BadBatch

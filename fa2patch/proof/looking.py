@@ -21,7 +21,7 @@ from ..comparison import tensors, version
 from ..upstream import inspecting
 from ..upstream.embeddings import ByDocument
 from ..upstream.find_models import embedding_of, named_modules
-from ..upstream.foreign import is_known
+from ..upstream.other_code import is_known
 
 HOOKS = {
     "_forward_pre_hooks": "a forward pre-hook",

@@ -19,7 +19,7 @@ import torch
 from .._types import Model
 from ..comparison import version
 from ..upstream import inspecting
-from ..upstream.foreign import is_known, is_of_transformers
+from ..upstream.other_code import is_known, is_of_transformers
 from .looking import HOOKS, WatchedHook, place, watched
 
 # A module's hooks come and go while it runs.

@@ -1,8 +1,8 @@
 """Which modules of a model may mix tokens in a way that ``apply`` cannot see, and whether any have changed since.
 
-The code of torch and Transformers is known, as it came (:mod:`~fa2patch.upstream.foreign`). Functions of Transformers'
-modeling files are looked at, because other packages put their own rotary embedding there. Functions of torch that
-somebody replaces belong to no model, and are not looked at.
+The code of torch and Transformers is known, as it came (:mod:`~fa2patch.upstream.other_code`). Functions of
+Transformers' modeling files are looked at, because other packages put their own rotary embedding there. Functions of
+torch that somebody replaces belong to no model, and are not looked at.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .._types import Model
 from ..upstream import forward, hooks, inspecting
 from ..upstream.find_layers import ModelLayers
 from ..upstream.find_models import named_modules
-from ..upstream.foreign import below_ours, is_known, where_defined
+from ..upstream.other_code import below_ours, is_known, where_defined
 from ..upstream.step import MARK, PADDING, ROLE
 from .looking import EVERYWHERE, HOOKS, WatchedHook, has_only_looked
 
@@ -42,7 +42,7 @@ _OF_SHAPE = tuple(kind for kind in (_nn.LayerNorm, getattr(_nn, "RMSNorm", None)
 
 _NO_FUNCTIONS = {MARK, ROLE, PADDING, "forward"}  # attributes that are ours, and the one that _forwards gives
 
-_OUR_HOOKS = (hooks.before_foreign, hooks.after_foreign, forward.runs)
+_OUR_HOOKS = (hooks.before_other_code, hooks.after_other_code, forward.runs)
 _of_class, _code_of = attrgetter("forward", "__call__"), attrgetter("__code__")
 
 

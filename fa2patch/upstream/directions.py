@@ -17,7 +17,7 @@ from . import inspecting
 from .facts import Facts
 from .find_layers import ModelLayers
 from .find_models import named_modules
-from .foreign import is_known
+from .other_code import is_known
 from .seams.formula import is_causal
 from .transformers_names import MASKING, imported
 

@@ -10,8 +10,8 @@ from .._torch import HAS_OPERATORS, compiling, recording, transforming
 from .._types import Call
 from ..documents.boundaries import Boundaries
 from ..documents.find import counts_anew, find_boundaries, in_graph, is_plain
+from ..documents.given_boundaries import from_cu_seqlens
 from ..documents.names import LENGTHS, PARENTS
-from ..documents.stated import from_cu_seqlens
 from ..documents.tensors import largest
 from ..errors import BadParents, PackedWithCache, PackedWithDenseMask, PackingNotIsolated
 from . import caches

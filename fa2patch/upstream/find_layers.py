@@ -16,8 +16,8 @@ from . import caches, inspecting, mask_makers
 from .architectures import is_registered, lookup, row_of
 from .facts import Site, of_forward
 from .find_models import models, named_modules, text_modules
-from .foreign import is_of_model
 from .inspecting import is_of_torch
+from .other_code import is_of_model
 from .packed_mask import MASK
 from .seams import formula, interface
 from .transformers_names import CALLS_FLASH, EAGER

@@ -21,11 +21,11 @@ import torch
 
 from .._torch import compiling, constant, is_no_verdict, numbered
 from .._types import Args, Call, Function, Model
-from ..documents import stated
+from ..documents import given_boundaries
 from ..documents.names import IGNORED_LABEL, LABELS, LENGTHS, PARENTS, REAL
 from ..documents.tensors import described
 from ..errors import BadBatch, NothingPacked, PackingNotIsolated
-from . import attached, caches, foreign, heads, inspecting, labels, positions
+from . import attached, caches, heads, inspecting, labels, other_code, positions
 from .calls import Calls, batch_shape, is_for_queries, passed
 from .facts import Role
 from .find_documents import packed_mask_of
@@ -78,7 +78,7 @@ def entered(original: Function) -> Function:
             return marked(self, args, kwargs)
         return padding.computed(marked, self, args, kwargs, calls.positional or ["input_ids"])
 
-    foreign.ours(forward)
+    other_code.ours(forward)
     if not calls.takes("position_ids"):  # OPT up to 4.45; Trainer drops columns that the signature lacks
         extra = inspect.Parameter("position_ids", inspect.Parameter.KEYWORD_ONLY, default=None)
         inspecting.show_parameters(forward, [*inspecting.parameters(original), extra])
@@ -151,7 +151,7 @@ def _made(step: Step, shape: tuple[int, int], first: bool) -> PackedMask | None:
     # If this process holds a part of every row, the boundaries are those of the whole rows.
     part = row_part(step.module, step.call) if (around or innermost) and not step.by_hook else None
     if around:
-        step.call = stated.translated(step.call, step.calls.names, shape)
+        step.call = given_boundaries.translated(step.call, step.calls.names, shape)
         ids = step.call.get("position_ids")
         if isinstance(ids, torch.Tensor) and ids.dim() == 1 and len(ids) == shape[1]:
             step.call["position_ids"] = ids[None]  # [1, length], as models make them: many index ids by the row
@@ -176,7 +176,7 @@ def _made(step: Step, shape: tuple[int, int], first: bool) -> PackedMask | None:
         if real is not None and step.calls.takes(MASK):
             call[MASK] = real
     elif around and not caches.held(call):
-        stated.refuse_unread(call, step.calls.names, shape, training)
+        given_boundaries.refuse_unread(call, step.calls.names, shape, training)
     return made
 
 
@@ -184,12 +184,12 @@ def _refuse_unprepared(step: Step, call: Call) -> None:
     # A foreign forward of the outermost model may have led here past what prepares its labels.
     patch, outermost = step.patch, step.role.outermost
     around = step.module if outermost else patch.model
-    led_here = not foreign.on_top(around) or not (step.captured or patch not in thread.unnamed)
+    led_here = not other_code.on_top(around) or not (step.captured or patch not in thread.unnamed)
     # The labels around a padded batch that is computed packed are padded, and none of them crosses documents.
     if led_here and outermost != step.role.innermost and not thread.proves:
         padded = getattr(call.get("position_ids"), attached.PADDING, None) is not None
         if not (padded or (outermost and passed(call, LABELS))):
-            foreign.refuse_bypassed(patch.model, around.forward, call)
+            other_code.refuse_bypassed(patch.model, around.forward, call)
 
 
 def _was_found_dense(step: Step) -> bool:

@@ -25,7 +25,7 @@ from .calls import passed
 from .facts import Facts
 from .find_layers import ModelLayers
 from .find_models import is_transformers_model
-from .foreign import where_defined
+from .other_code import where_defined
 from .packed_mask import PackedMask
 from .splitting import Documents
 from .step import MARK, Patched, Step

@@ -10,39 +10,39 @@ from typing import Any
 import torch
 
 from .._types import Args, Call
-from . import attached, caches, foreign, heads
+from . import attached, caches, heads, other_code
 from .forward import prepare, recognise
 from .step import MARK, ROLE, Step
 
 
 def add(module: torch.nn.Module) -> None:
-    if before_foreign in module._forward_pre_hooks.values():
+    if before_other_code in module._forward_pre_hooks.values():
         return
-    module.register_forward_pre_hook(before_foreign, with_kwargs=True)
-    module.register_forward_hook(after_foreign, with_kwargs=True)
+    module.register_forward_pre_hook(before_other_code, with_kwargs=True)
+    module.register_forward_hook(after_other_code, with_kwargs=True)
 
 
 def remove(module: torch.nn.Module) -> None:
     for table, with_kwargs, hook in (
-        (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs, before_foreign),
-        (module._forward_hooks, module._forward_hooks_with_kwargs, after_foreign),
+        (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs, before_other_code),
+        (module._forward_hooks, module._forward_hooks_with_kwargs, after_other_code),
     ):
         for number in [number for number, held in table.items() if held is hook]:
             del table[number]
             with_kwargs.pop(number, None)
 
 
-def before_foreign(module: Any, args: Args, kwargs: Call) -> Any:
+def before_other_code(module: Any, args: Args, kwargs: Call) -> Any:
     # The stages act on the batch (for example, on labels that cross documents), and its boundaries are attached to
     # `position_ids`. A batch without these is left alone, and so is a forward that says nothing of its arguments: a
     # packed batch that they lead to is refused where it arrives.
     patch, own = module.__dict__.get(MARK), module.__dict__.get("forward")
-    # foreign.on_top's own first question: every forward of every patched model asks it
-    if patch is None or (foreign.of_class(type(module).forward) if own is None else foreign.on_top(module)):
+    # other_code.on_top's own first question: every forward of every patched model asks it
+    if patch is None or (other_code.of_class(type(module).forward) if own is None else other_code.on_top(module)):
         return None
     if caches.has_paged(kwargs):
         return None
-    calls = foreign.calls_of(module)
+    calls = other_code.calls_of(module)
     call = calls.named(args, kwargs)
     if call is None:
         return None
@@ -58,12 +58,12 @@ def before_foreign(module: Any, args: Args, kwargs: Call) -> Any:
     return calls.arranged(args, step.call)
 
 
-def after_foreign(module: Any, args: Args, kwargs: Call, output: Any) -> None:
+def after_other_code(module: Any, args: Args, kwargs: Call, output: Any) -> None:
     piece = getattr(kwargs.get("position_ids"), attached.MASK, None)
     if piece is None or piece.content is None:
         return
     role = module.__dict__[ROLE]
-    if (piece.delivered and not role.outermost) or foreign.on_top(module):
+    if (piece.delivered and not role.outermost) or other_code.on_top(module):
         return
     attached.require_delivered(piece, module)
     if role.outermost:

@@ -17,6 +17,7 @@ import torch
 from .._torch import compiling
 from .._types import Call, Model
 from ..documents.boundaries import Boundaries, document_of
+from ..documents.given_boundaries import require_no_first_labels
 from ..documents.names import (
     COUNTED_LABEL,
     FEWER_LOGITS,
@@ -27,7 +28,6 @@ from ..documents.names import (
     LOSS_WEIGHTS,
     TOKENS,
 )
-from ..documents.stated import require_no_first_labels
 from ..documents.tensors import described, require
 from ..errors import BadBatch, PackingNotIsolated
 from . import inspecting

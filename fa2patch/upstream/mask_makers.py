@@ -11,7 +11,7 @@ import torch
 
 from .._types import Function, Model
 from . import inspecting
-from .foreign import is_known, is_of_model
+from .other_code import is_known, is_of_model
 from .transformers_names import (
     CONVERTER,
     MASK_FUNCTIONS,

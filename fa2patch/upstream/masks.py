@@ -21,7 +21,7 @@ from ..errors import PackingNotIsolated, UnsupportedModel
 from . import directions, inspecting, mask_makers
 from .facts import Facts, Site
 from .find_layers import ModelLayers
-from .foreign import is_known, where_defined
+from .other_code import is_known, where_defined
 from .packed_mask import PackedMask, mask_among
 from .transformers_names import MASK_FUNCTIONS, MASK_MAKERS, MASK_METHODS, MASKING, TWO_MASKS, dictionary_in
 

@@ -18,7 +18,7 @@ from compat_matrix.check.points import POINTS as POINTS_BY_NAME
 from compat_matrix.results import judged, read_file
 from compat_matrix.run import merged
 from fa2patch import Boundaries
-from fa2patch.documents import find, stated, tensors
+from fa2patch.documents import find, given_boundaries, tensors
 from fa2patch.upstream import forward, packed_mask, refusals
 from fa2patch.upstream.find_layers import ModelLayers
 
@@ -53,9 +53,9 @@ def falling(ids, real, previous, step):
 NOT_PLAIN = (find, "is_plain", lambda *given: False)
 PROMPTS = ("shared_prompts", "shared_prompts_checkpointed")
 # Every segment continues the one before it.
-CHAIN = (stated, "_require_tree", lambda cu, *rest: torch.arange(-1, len(cu) - 2, dtype=torch.int32))
+CHAIN = (given_boundaries, "_require_tree", lambda cu, *rest: torch.arange(-1, len(cu) - 2, dtype=torch.int32))
 
-NO_TREE = (stated, "_require_tree", lambda cu, *rest: torch.full_like(cu[1:], -1))
+NO_TREE = (given_boundaries, "_require_tree", lambda cu, *rest: torch.full_like(cu[1:], -1))
 FAULTS = {
     "a boundary only where ids are zero": (
         [NOT_PLAIN, (find, "_changes", lambda ids, real, previous, step: real & (ids == 0))], "llama", "every_layout",

@@ -13,7 +13,7 @@ from compat_matrix import tiny_models
 from compat_matrix.check.compare import GRADIENT_TOLERANCE, assert_close, assert_same_gradients
 from fa2patch import DataCollatorForMultimodalFlattening
 from fa2patch.documents.find import find_boundaries
-from fa2patch.documents.stated import from_cu_seqlens
+from fa2patch.documents.given_boundaries import from_cu_seqlens
 from fa2patch.errors import BadPositionIds, BoundaryConflict, CollatorError, PackingNotIsolated
 from fa2patch.upstream.axes import takes_text_axis
 

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from fa2patch.documents import tensors
 from fa2patch.documents.boundaries import Boundaries, Part
+from fa2patch.documents.given_boundaries import from_cu_seqlens
 from fa2patch.documents.spans import last_seen
-from fa2patch.documents.stated import from_cu_seqlens
 from fa2patch.errors import PackingNotIsolated
 
 

@@ -13,7 +13,7 @@ from fa2patch._torch import HAS_OPERATORS
 from fa2patch.documents import find, tensors
 from fa2patch.documents.boundaries import Boundaries
 from fa2patch.documents.find import find_boundaries
-from fa2patch.documents.stated import from_cu_seqlens
+from fa2patch.documents.given_boundaries import from_cu_seqlens
 from fa2patch.documents.tensors import largest
 from fa2patch.errors import BadCuSeqlens, BadPositionIds, BoundaryConflict, Fa2PatchError
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 import fa2patch
 from fa2patch.documents.find import find_boundaries
-from fa2patch.documents.stated import from_cu_seqlens
+from fa2patch.documents.given_boundaries import from_cu_seqlens
 from fa2patch.kernels import Options, packed_attention
 
 CPU = torch.device("cpu")

@@ -33,7 +33,7 @@ from compat_matrix.check.compare import assert_close
 from fa2patch import errors
 from fa2patch.proof.looking import WatchedHook
 from fa2patch.proof.unknown import unknown
-from fa2patch.upstream import foreign
+from fa2patch.upstream import other_code
 from fa2patch.upstream.find_layers import ModelLayers
 
 
@@ -314,12 +314,12 @@ def test_hooks_of_deepspeeds_engine_need_no_proof_and_its_layers_do(module, is_k
         (folder / "__init__.py").touch()
     (folder / f"{name}.py").write_text("def hook(module, given):\n    pass\n")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(foreign, "_folder", foreign._folder.__wrapped__)  # without its cache
+    monkeypatch.setattr(other_code, "_folder", other_code._folder.__wrapped__)  # without its cache
     model, others = llama(), {name: loaded for name, loaded in sys.modules.items() if name.split(".")[0] != "deepspeed"}
     with mock.patch.dict(sys.modules, others, clear=True):
         hook = WatchedHook(importlib.import_module(module).hook)
         hook.changes = True
-        model.register_forward_pre_hook(hook if not foreign.is_known(hook.function) else hook.function)
+        model.register_forward_pre_hook(hook if not other_code.is_known(hook.function) else hook.function)
         found = unknown(ModelLayers(model))
     assert not found if is_known else f"{module}.hook" in found
 

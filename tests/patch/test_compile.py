@@ -14,7 +14,7 @@ from compat_matrix import tiny_models
 from compat_matrix.check.rows import documents, pack
 from fa2patch import _torch
 from fa2patch._torch import HAS_OPERATORS
-from fa2patch.documents.stated import from_cu_seqlens
+from fa2patch.documents.given_boundaries import from_cu_seqlens
 from fa2patch.errors import BadCuSeqlens, PackingNotIsolated
 
 pytestmark = pytest.mark.skipif(not HAS_OPERATORS, reason=f"torch {torch.__version__} has no custom_op")

@@ -16,7 +16,7 @@ from compat_matrix import tiny_models
 from compat_matrix.check.compare import assert_as_near, assert_close
 from compat_matrix.check.rows import alone, documents, pack
 from fa2patch._torch import HAS_OPERATORS
-from fa2patch.documents.stated import from_cu_seqlens
+from fa2patch.documents.given_boundaries import from_cu_seqlens
 from fa2patch.errors import PackingNotIsolated
 from fa2patch.kernels import Options, packed_attention
 from fa2patch.upstream.seams.scores import Scores

@@ -22,7 +22,7 @@ import torch
 from ..._types import Function
 from .. import caches, inspecting, rope, splitting
 from ..facts import Site
-from ..foreign import require_of_model
+from ..other_code import require_of_model
 from ..packed_mask import PackedMask, mask_among
 from ..transformers_names import CALLS_FLASH, EACH_MODEL
 from . import torch_of_formulas

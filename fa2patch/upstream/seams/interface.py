@@ -19,8 +19,8 @@ from ...errors import PackingNotIsolated
 from ...kernels import Options
 from ...kernels.options import from_keywords
 from ..facts import Site
-from ..foreign import require_of_model
 from ..inspecting import casts_states, reads_name
+from ..other_code import require_of_model
 from ..packed_mask import PackedMask
 from ..prepared import LOOKED_AT
 from ..transformers_names import ATTENTION_FUNCTIONS, EAGER

@@ -1,4 +1,4 @@
-"""How the kernel that looks at stated boundaries is called. ``tests/stacks/test_one_launch.py`` is about the kernel."""
+"""How the kernel that looks at stated boundaries is called. The kernel: ``tests/stacks/test_triton_check.py``."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from fa2patch import errors
-from fa2patch.documents import stated, tensors
-from fa2patch.documents.stated import from_cu_seqlens
+from fa2patch.documents import given_boundaries, tensors
+from fa2patch.documents.given_boundaries import from_cu_seqlens
 
 CPU = torch.device("cpu")
 
@@ -32,7 +32,7 @@ def kernel(monkeypatch, believed=True):
         believed=lambda index: believed,
         looked_at=lambda *given: calls.append(given) or torch.tensor(1),
     )
-    monkeypatch.setattr(stated, "_kernel", lambda: module)
+    monkeypatch.setattr(given_boundaries, "_kernel", lambda: module)
     return calls
 
 
@@ -45,7 +45,7 @@ def test_its_one_assertion_says_what_that_of_the_operators_says(asserted, monkey
     calls = kernel(monkeypatch)
     ends, ids = ints(0, 3, 6), IDS if with_ids else None
     keys = ends.clone() if with_keys else None
-    assert stated._in_one_launch(ends, keys, (1, 6), ids, 3)
+    assert given_boundaries._checked_by_triton(ends, keys, (1, 6), ids, 3)
     assert len(calls) == len(asserted) == 1
     ends, keys, ids = (None if each is None else each.to("meta") for each in (ends, keys, ids))
     from_cu_seqlens(ends, 3, (1, 6), cu_seqlens_k=keys, position_ids=ids)
@@ -57,14 +57,14 @@ def test_otherwise_the_operators_look(asserted, monkeypatch, why):
     calls = kernel(monkeypatch, believed=why != "not believed")
     ends, ids = ints(0, 3, 6), IDS
     if why == "no Triton":
-        monkeypatch.setattr(stated, "_kernel", lambda: None)
+        monkeypatch.setattr(given_boundaries, "_kernel", lambda: None)
     elif why == "three axes":
         ids = torch.stack([IDS] * 3)
     elif why == "another device":
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     elif why == "a subclass":
         ends = torch.nn.Parameter(ends, requires_grad=False)
-    assert not stated._in_one_launch(ends, None, (1, 6), ids, 3)
+    assert not given_boundaries._checked_by_triton(ends, None, (1, 6), ids, 3)
     assert calls == asserted == []
 
 

@@ -1,8 +1,8 @@
 """What must hold of stated boundaries, looked at by one kernel of Triton. Import it only where Triton can run.
 
-Each operator of torch is a launch on a device, and :mod:`.stated` needs fifteen of them to look at a row. They stay for
-devices and arguments that this kernel is not for. Like a kernel of attention, this one is tried before it is used, on
-rows that are right and rows that are wrong in each way.
+Each operator of torch is a launch on a device, and :mod:`.given_boundaries` needs fifteen of them to look at a row.
+They stay for devices and arguments that this kernel is not for. Like a kernel of attention, this one is tried before it
+is used, on rows that are right and rows that are wrong in each way.
 """
 
 from __future__ import annotations

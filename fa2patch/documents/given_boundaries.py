@@ -67,7 +67,7 @@ def from_cu_seqlens(
     keys = None if cu_seqlens_k is None else cu_seqlens_k.flatten()
     if keys is not None and keys.shape != cu.shape:
         raise BoundaryConflict(_KEYS)
-    if not (cu.is_cuda and attention_mask is None and _in_one_launch(cu, keys, shape, position_ids, longest)):
+    if not (cu.is_cuda and attention_mask is None and _checked_by_triton(cu, keys, shape, position_ids, longest)):
         checks = _ends(cu, shape[0] * shape[1], longest, lengths)
         if keys is not None:
             checks.append(Check((cu == keys).all(), BoundaryConflict, _KEYS))
@@ -97,7 +97,7 @@ _IDS = (
 )
 
 
-def _in_one_launch(
+def _checked_by_triton(
     cu: torch.Tensor, keys: torch.Tensor | None, shape: tuple[int, int], ids: torch.Tensor | None, longest: int | None
 ) -> bool:
     """Assert everything by one kernel, if there is one for this device and these arguments, and return whether."""
@@ -128,10 +128,10 @@ def _in_one_launch(
 @functools.cache
 def _kernel() -> Any:
     try:
-        from . import one_launch
+        from . import triton_check
     except ImportError:
         return None
-    return one_launch
+    return triton_check
 
 
 def _lengths_of(cu: torch.Tensor, tokens: int) -> tuple[int, ...]:

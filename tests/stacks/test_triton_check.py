@@ -11,37 +11,37 @@ import pytest
 import torch
 
 from fa2patch import errors
-from fa2patch.documents.stated import from_cu_seqlens
+from fa2patch.documents.given_boundaries import from_cu_seqlens
 
 pytestmark = pytest.mark.slow
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
-def one_launch():
+def triton_check():
     pytest.importorskip("triton", reason="Triton is a part of torch with CUDA only")
     if os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("Triton computes on a CPU only with TRITON_INTERPRET=1")
-    from fa2patch.documents import one_launch
+    from fa2patch.documents import triton_check
 
-    return one_launch
+    return triton_check
 
 
 def ints(*numbers):
     return torch.tensor(numbers, dtype=torch.int32)
 
 
-def test_it_tells_right_rows_from_wrong_ones(one_launch, finding):
-    finding["cases"] = len([*one_launch.cases()])
-    assert one_launch.tells(CPU)
-    kinds = {case.holds for case in one_launch.cases()}
+def test_it_tells_right_rows_from_wrong_ones(triton_check, finding):
+    finding["cases"] = len([*triton_check.cases()])
+    assert triton_check.tells(CPU)
+    kinds = {case.holds for case in triton_check.cases()}
     assert kinds == {True, False}
 
 
 @pytest.mark.parametrize("says", [0, 1])
-def test_a_kernel_that_always_says_the_same_is_not_believed(one_launch, monkeypatch, says):
-    monkeypatch.setattr(one_launch, "looked_at", lambda *given: torch.tensor(says))
-    assert not one_launch.tells(CPU)
+def test_a_kernel_that_always_says_the_same_is_not_believed(triton_check, monkeypatch, says):
+    monkeypatch.setattr(triton_check, "looked_at", lambda *given: torch.tensor(says))
+    assert not triton_check.tells(CPU)
 
 
 def made_at_random(seed):
@@ -70,7 +70,7 @@ def made_at_random(seed):
     return ints(*ends), ints(*keys), (batch, length), drawn.choice([ids, ids, None]), drawn.choice([longest, None])
 
 
-def test_it_says_what_the_operators_say(one_launch, finding):
+def test_it_says_what_the_operators_say(triton_check, finding):
     said = []
     for seed in range(300):
         ends, keys, shape, ids, longest = made_at_random(seed)
@@ -79,7 +79,7 @@ def test_it_says_what_the_operators_say(one_launch, finding):
             said.append(True)
         except errors.Fa2PatchError:
             said.append(False)
-        assert bool(one_launch.looked_at(ends, keys, shape, ids, longest)) is said[-1], seed
+        assert bool(triton_check.looked_at(ends, keys, shape, ids, longest)) is said[-1], seed
     finding["right"], finding["wrong"] = sum(said), 300 - sum(said)
     assert 100 < sum(said) < 200
 
@@ -88,19 +88,19 @@ COMPILED = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from fa2patch.documents import one_launch
+from fa2patch.documents import triton_check
 
 numbers = dict.fromkeys(("documents", "tokens", "length", "longest", "row_stride", "stride", "steps"), "i32")
 for target in (*(GPUTarget("cuda", arch, 32) for arch in (80, 90, 100)), GPUTarget("hip", "gfx942", 64)):
     for ids in ("*i64", "*i32"):
         kinds = {"held": "*i32", "ends": "*i32", "ends_of_keys": "*i32", "ids": ids, **numbers}
-        flags = {"HAS_KEYS": True, "HAS_IDS": True, "BLOCK": one_launch._BLOCK}
-        source = ASTSource(one_launch._look, {**kinds, **dict.fromkeys(flags, "constexpr")}, flags)
+        flags = {"HAS_KEYS": True, "HAS_IDS": True, "BLOCK": triton_check._BLOCK}
+        source = ASTSource(triton_check._look, {**kinds, **dict.fromkeys(flags, "constexpr")}, flags)
         print(target.arch, ids, *triton.compile(source, target=target).asm)
 """
 
 
-def test_it_compiles_for_devices_that_are_not_here(one_launch, finding):
+def test_it_compiles_for_devices_that_are_not_here(triton_check, finding):
     told = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", COMPILED], env=told, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -10,7 +10,7 @@ import pytest
 from two_layers import tiny_llama
 
 import fa2patch
-from fa2patch import added, kernels
+from fa2patch import entry_points, kernels
 from fa2patch.kernels import picks
 from fa2patch.kernels.reference import Reference
 from fa2patch.patch import model_plan
@@ -50,7 +50,12 @@ def install(folder: Path, points: str) -> None:
 @pytest.fixture
 def installed(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
-    for module, name in ((added, "_added"), (added, "_done"), (picks, "_registered"), (model_plan, "_registered")):
+    for module, name in (
+        (entry_points, "_added"),
+        (entry_points, "_done"),
+        (picks, "_registered"),
+        (model_plan, "_registered"),
+    ):
         monkeypatch.setattr(module, name, type(getattr(module, name))())
     monkeypatch.delitem(sys.modules, "their_module", raising=False)
     return lambda points: install(tmp_path, points)
@@ -60,12 +65,12 @@ def test_the_first_apply_adds_them_once(installed):
     installed(GOOD)
     model = tiny_llama()
     fa2patch.apply(model, kernel="own")
-    assert [(one.kind, one.name, one.package) for one in added.added()] == [
+    assert [(one.kind, one.name, one.package) for one in entry_points.added()] == [
         ("trait", "nothing", "their-package 1.2"),
         ("kernel", "own", "their-package 1.2"),
     ]
     fa2patch.apply(model)
-    assert len(added.added()) == 2
+    assert len(entry_points.added()) == 2
 
 
 def test_commands_that_list_kernels_have_them(installed):
@@ -75,18 +80,18 @@ def test_commands_that_list_kernels_have_them(installed):
 
 def test_what_a_program_registers_itself_is_not_of_a_package(installed):
     kernels.register_kernel(type("Mine", (Reference,), {"name": "mine"})())
-    assert added.added() == ()
+    assert entry_points.added() == ()
 
 
 def test_one_that_fails_is_named_with_its_package_and_the_others_are_added(installed):
     installed(BROKEN)
     said = r"'absent' of fa2patch.kernels, .* of their-package 1.2, failed .* AttributeError"
     with pytest.warns(RuntimeWarning, match=said):
-        added.load()
-    assert [one.name for one in added.added()] == ["nothing", "own"]
+        entry_points.load()
+    assert [one.name for one in entry_points.added()] == ["nothing", "own"]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        added.load()
+        entry_points.load()
 
 
 def test_importing_loads_none_and_status_names_them(tmp_path):

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from fa2patch.documents import stated, tensors
-from fa2patch.documents.stated import from_cu_seqlens
+from fa2patch.documents import given_boundaries, tensors
+from fa2patch.documents.given_boundaries import from_cu_seqlens
 from fa2patch.errors import BadCuSeqlens, BadParents, BadPositionIds, BoundaryConflict
 
 
@@ -350,7 +350,7 @@ def test_on_a_device_a_longest_document_that_is_too_short_is_asserted(asserted):
 
 def test_on_a_device_every_condition_is_part_of_the_assertion(monkeypatch):
     checks = []
-    monkeypatch.setattr(stated, "require_all", checks.extend)
+    monkeypatch.setattr(given_boundaries, "require_all", checks.extend)
     cu, like = ints(0, 3, 6).to("meta"), {"dtype": torch.long, "device": "meta"}
     given = {"position_ids": torch.zeros(1, 6, **like), "attention_mask": torch.ones(1, 6, **like)}
     from_cu_seqlens(cu, 3, (1, 6), cu_seqlens_k=cu.clone(), **given)
@@ -363,7 +363,7 @@ def test_on_a_device_every_condition_is_part_of_the_assertion(monkeypatch):
 @pytest.mark.parametrize("ends", [(0, 3, 2, 6), (0, 5, 1, 6), (1, 3, 6), (0, 3, 5)])
 def test_in_a_graph_ends_that_fall_or_do_not_fit_fail_the_assertion(monkeypatch, ends):
     failed = []
-    for module in (stated, tensors):
+    for module in (given_boundaries, tensors):
         monkeypatch.setattr(module, "compiling", lambda: True)
     monkeypatch.setattr(tensors, "assert_async", lambda held, message: failed.append(message) if not held else None)
     from_cu_seqlens(ints(0, 3, 6), 3, (1, 6))

@@ -144,16 +144,10 @@ def transforming() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
-def tracing_code() -> CodeType | None:
-    # Dynamo traces a call in frames of this code, because a traced call has no frame of its own. The result is None
-    # before dynamo is imported.
-    dynamo = sys.modules.get("torch._dynamo.symbolic_convert")
-    return None if dynamo is None else dynamo.InstructionTranslatorBase.run.__code__
-
-
 def traced(frame: FrameType) -> tuple[CodeType, dict[str, Any]]:
-    # This returns the code that dynamo traces in a frame of tracing_code, and that code's variables. A variable that is
-    # no module, constant or dict stays dynamo's object for it.
+    # Dynamo traces a call in frames of InstructionTranslatorBase.run, because a traced call has no frame of its own.
+    # This returns the code that is traced in such a frame, and that code's variables. A variable that is no module,
+    # constant or dict stays dynamo's object for it.
     tracer = frame.f_locals["self"]
     return tracer.f_code, {name: _traced_value(tracer, value) for name, value in tracer.symbolic_locals.items()}
 

@@ -64,11 +64,13 @@ def from_cu_seqlens(
     lengths = None
     if cu.device.type == "cpu" and not compiling():
         lengths = _lengths_of(cu_seqlens.flatten(), shape[0] * shape[1])
+        if longest is not None and max(lengths) > longest:
+            raise BadCuSeqlens(_LONGEST.format(longest))
     keys = None if cu_seqlens_k is None else cu_seqlens_k.flatten()
     if keys is not None and keys.shape != cu.shape:
         raise BoundaryConflict(_KEYS)
     if not (cu.is_cuda and attention_mask is None and _checked_by_triton(cu, keys, shape, position_ids, longest)):
-        checks = _ends(cu, shape[0] * shape[1], longest, lengths)
+        checks = [] if lengths is not None else _ends(cu, shape[0] * shape[1], longest)
         if keys is not None:
             checks.append(Check((cu == keys).all(), BoundaryConflict, _KEYS))
         checks += _agreement(cu, shape, position_ids, attention_mask, lengths is not None)
@@ -147,16 +149,9 @@ def _lengths_of(cu: torch.Tensor, tokens: int) -> tuple[int, ...]:
     return tuple(lengths.tolist())
 
 
-def _ends(cu: torch.Tensor, tokens: int, max_seqlen: int | None, lengths: tuple[int, ...] | None) -> list[Check]:
-    # If the host knows the lengths, _lengths_of has checked the ends, and only the longest length is left to check.
-    checks = []
-    longest: Any
-    if lengths is not None:
-        longest = max(lengths)
-    else:
-        shortest, longest = torch.aminmax(cu.diff())
-        held = cu[0] == 0, cu[-1] == tokens, shortest >= 0
-        checks = [Check(each, BadCuSeqlens, _RISE, (tokens,)) for each in held]
+def _ends(cu: torch.Tensor, tokens: int, max_seqlen: int | None) -> list[Check]:
+    shortest, longest = torch.aminmax(cu.diff())
+    checks = [Check(each, BadCuSeqlens, _RISE, (tokens,)) for each in (cu[0] == 0, cu[-1] == tokens, shortest >= 0)]
     if max_seqlen is not None:
         checks.append(Check(longest <= max_seqlen, BadCuSeqlens, _LONGEST, (max_seqlen,)))
     return checks
@@ -185,8 +180,16 @@ def _agreement(
         checks += _mask_agrees(starts, numbers)
     if position_ids is not None:
         check_position_ids(position_ids, shape)
-        ids = axes_of(position_ids).to(cu.device, torch.int64)
-        checks.append(_ids_agree(starts, numbers, tensors.read(ids) if by_numpy else ids))
+        axes: Any = axes_of(position_ids).to(cu.device, torch.int64)  # [axes, batch or 1, length] or [1, length]
+        axes = tensors.read(axes) if by_numpy else axes
+        own, left = axes[..., 1:], axes[..., :-1]
+        falls = own[0] <= left[0]  # ids may jump upwards inside a document
+        if axes.shape[0] == 3:
+            falls = restarts(own, left) | ((own <= left).any(0) & ~goes_on(own, left))
+        if numbers is not None:
+            falls = falls & (numbers[:, 1:] != 0)  # ids of masked tokens are ignored
+        # a <= b of bools: a implies b, in one operator
+        checks.append(Check((falls <= starts[:, 1:]).all(), BoundaryConflict, _IDS))
     return checks
 
 
@@ -208,22 +211,6 @@ def _mask_agrees(starts: torch.Tensor, numbers: torch.Tensor) -> list[Check]:
             "end a document, or be one.",
         ),
     ]
-
-
-def _ids_agree(starts: Any, mask: torch.Tensor | None, axes: Any) -> Check:
-    # Starts are [batch, length], and ids [axes, batch or 1, length] or [1, length]: arrays or tensors. Ids may jump
-    # upwards inside a document.
-    own, left = axes[..., 1:], axes[..., :-1]
-    falls = own[0] <= left[0]
-    if axes.shape[0] == 3:
-        falls = restarts(own, left) | ((own <= left).any(0) & ~goes_on(own, left))
-    if mask is not None:
-        falls = falls & (mask[:, 1:] != 0)  # ids of masked tokens are ignored
-    return Check(
-        (falls <= starts[:, 1:]).all(),  # a <= b of bools: a implies b, in one operator
-        BoundaryConflict,
-        _IDS,
-    )
 
 
 def _require_tree(

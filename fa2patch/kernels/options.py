@@ -1,7 +1,8 @@
 """The options of attention besides q, k and v: one table, and the class that holds a layer's values.
 
-A new option is a row of :data:`TABLE`, a field of :class:`Options` with its line in ``needed``, and what the reference
-computes with it. A kernel has it if its ``FEATURES`` say so.
+A new option is a row of :data:`TABLE`, a field of :class:`Options`, a line in :func:`from_keywords` and one, in the
+order of the table, in :func:`described_call`, and what the reference computes with it, eagerly and in its operator.
+Another kernel has it if its ``FEATURES`` say so.
 """
 
 from __future__ import annotations
@@ -41,12 +42,12 @@ TABLE = (
     Option("dropout", "dropout", ("dropout",)),
 )
 
-FEATURES = (*(row.feature for row in TABLE), "deterministic", "trees", "spans")
+FEATURES = (*[row.feature for row in TABLE], "deterministic", "trees", "spans")
 """Features beyond plain attention. ``deterministic`` means a deterministic backward and is torch's global switch;
 ``trees`` means segments that share a parent, such as completions of one prompt; ``spans`` means tokens that see each
 other in both directions in a document that is causal otherwise, such as those of a picture."""
 
-KEYWORDS = ("scaling", "is_causal", *(keyword for row in TABLE for keyword in row.keywords))
+KEYWORDS = ("scaling", "is_causal", *[keyword for row in TABLE for keyword in row.keywords])
 """All keywords by which a layer of Transformers says what it asks of attention."""
 
 
@@ -97,18 +98,9 @@ class Options:
                 f"a sliding window of {self.window} tokens shows a query nothing; None is no window."
             )
 
-    def needed(self) -> tuple[bool, ...]:
-        # whether each option of the table is on, in its order; written out, because dynamo traces each step of a loop
-        return (
-            self.window is not None,
-            self.softcap is not None,
-            self.sinks is not None,
-            self.alibi_slopes is not None,
-            self.dropout > 0,
-        )
-
     def features(self) -> set[str]:
-        return {row.feature for row, is_on in zip(TABLE, self.needed()) if is_on}
+        values = [(row, getattr(self, row.name)) for row in TABLE]
+        return {row.feature for row, value in values if value is not None and (row.by_head or value)}
 
     def with_heads(self, change: Callable[[torch.Tensor], torch.Tensor], learned: bool = False) -> Options:
         # with what `change` makes of each tensor [query heads]; with `learned`, of those alone that may have a gradient
@@ -162,7 +154,7 @@ def scaled(q: torch.Tensor, options: Options) -> tuple[torch.Tensor, Options]:
 
 
 def from_keywords(said: Call, causal: bool) -> Options:
-    # The table's loop would be traced in every layer, so what most layers say is written out.
+    # ``said`` are the keywords of a layer's call. They are written out, because a loop would be traced in every layer.
     dropout = said.get("dropout")
     return Options(
         scale=said.get("scaling"),
@@ -172,6 +164,25 @@ def from_keywords(said: Call, causal: bool) -> Options:
         dropout=0.0 if dropout is None else dropout,
         sinks=said.get("s_aux", said.get("sinks")),
     )
+
+
+def described_call(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, trees: bool, spans: bool
+) -> tuple[Any, ...]:
+    # The fields of Asked, with a bool for each of FEATURES in the place of the names.
+    needed = (
+        options.window is not None,
+        options.softcap is not None,
+        options.sinks is not None,
+        options.alibi_slopes is not None,
+        options.dropout > 0,
+        False,  # ``deterministic``: no tensor says it, and a graph is captured again when it changes
+        trees,
+        spans,
+    )
+    gradients = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    heads, dims = (q.shape[-2], k.shape[-2]), (q.shape[-1], v.shape[-1])
+    return (q.device.type, q.dtype, *heads, *dims, options.causal, needed, gradients)
 
 
 def for_trial(

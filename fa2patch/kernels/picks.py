@@ -17,8 +17,8 @@ from ..documents.boundaries import Boundaries
 from ..errors import BadArgument, KernelUnavailable, KernelWrong, PackingNotIsolated, UnknownKernel
 from .aten import Efficient, TorchVarlen
 from .flex import Flex
-from .options import FEATURES, Options, scaled
-from .protocol import HALF, Asked, Kernel, asked_as, asked_by, capability, described_call
+from .options import FEATURES, Options, described_call, scaled
+from .protocol import HALF, Asked, Kernel, asked_as, asked_by, capability
 from .reference import Reference
 from .trial import passes_trial
 from .varlen import FlashAttn, FlashAttn3, FlashAttn4, Hub

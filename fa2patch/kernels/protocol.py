@@ -17,7 +17,7 @@ from .._torch import compiling, constant, uncompiled
 from ..documents.boundaries import Boundaries, Keys
 from ..documents.tensors import require
 from ..errors import KernelUnavailable, PackingNotIsolated
-from .options import FEATURES, Options
+from .options import FEATURES, Options, described_call
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -55,17 +55,6 @@ def asked_by(
 ) -> Asked:
     """Describe a call with these arguments. The last two dimensions of q, k and v are heads and head dimension."""
     return asked_as(described_call(q, k, v, options, trees, spans))
-
-
-def described_call(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, trees: bool, spans: bool
-) -> tuple[Any, ...]:
-    # The fields of Asked, with a bool for each of FEATURES in the place of the names. ``deterministic`` is False: no
-    # tensor says it, and a graph is captured again when it changes.
-    needed = (*options.needed(), False, trees, spans)
-    gradients = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    heads, dims = (q.shape[-2], k.shape[-2]), (q.shape[-1], v.shape[-1])
-    return (q.device.type, q.dtype, *heads, *dims, options.causal, needed, gradients)
 
 
 def asked_as(described: tuple[Any, ...]) -> Asked:

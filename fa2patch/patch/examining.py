@@ -8,7 +8,6 @@ import threading
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -24,11 +23,7 @@ from ..upstream.find_layers import ModelLayers
 from ..upstream.find_models import is_sharded
 from ..upstream.forward import proof, thread
 from ..upstream.packed_mask import PackedMask
-from ..upstream.step import MARK
-
-if TYPE_CHECKING:
-    from .state import Patch
-
+from ..upstream.step import MARK, Patched
 
 # Two things are proven: that documents do not see each other, and that segments that continue the same one do not.
 DOCUMENTS, BRANCHES = "documents", "branches"
@@ -62,14 +57,14 @@ class Examination:
             self.under_way = before
 
 
-def begun(patch: Patch, prove: bool | str, layers: ModelLayers | None = None, must: bool = False) -> Examination:
+def begun(patch: Patched, prove: bool | str, layers: ModelLayers | None = None, must: bool = False) -> Examination:
     # `layers` is None for a copy of a model, which is looked at on its first batch.
     if layers is not None:
         must = prove is True or (prove == "unknown" and bool(unknown(layers)))
     return Examination(prove, must, number=number(patch))
 
 
-def keep_structure(patch: Patch) -> None:
+def keep_structure(patch: Patched) -> None:
     # fa2patch itself has changed the model, so the structure that it has now counts as the planned one.
     if patch.examination.prove is False:
         looking.release(patch.model, everywhere=False)
@@ -78,7 +73,7 @@ def keep_structure(patch: Patch) -> None:
     patch.examination.structure = Structure(patch.model)
 
 
-def _has_changed(patch: Patch) -> bool:
+def _has_changed(patch: Patched) -> bool:
     # A change by fa2patch itself counts as none, and the structure after it is kept.
     kept = patch.examination.structure
     if kept is None or kept.is_as_kept():
@@ -92,7 +87,7 @@ def _has_changed(patch: Patch) -> bool:
     return False
 
 
-def examine(patch: Patch, module: Model, call: Call, mask: PackedMask) -> None:
+def examine(patch: Patched, module: Model, call: Call, mask: PackedMask) -> None:
     # This runs before a model computes a packed batch. It renews the patch of a model whose modules have changed, and
     # proves the batch if a proof is due.
     examination = patch.examination
@@ -112,7 +107,7 @@ def examine(patch: Patch, module: Model, call: Call, mask: PackedMask) -> None:
             _examine_now(patch, module, call, mask)
 
 
-def _examine_now(patch: Patch, module: Model, call: Call, mask: PackedMask) -> None:
+def _examine_now(patch: Patched, module: Model, call: Call, mask: PackedMask) -> None:
     kept = patch.examination.structure  # asked here, so that a batch of a model as it was needs no other call
     if (kept is None or not kept.is_as_kept()) and _has_changed(patch):
         with _lock:
@@ -127,7 +122,7 @@ def _examine_now(patch: Patch, module: Model, call: Call, mask: PackedMask) -> N
             _examine(patch, module, call, mask)
 
 
-def _examine(patch: Patch, module: Model, call: Call, mask: PackedMask) -> None:
+def _examine(patch: Patched, module: Model, call: Call, mask: PackedMask) -> None:
     examination, name = patch.examination, type(patch.model).__name__
     due = _due(examination, module, mask.boundaries, mask.shape)
     if not due:
@@ -175,7 +170,7 @@ def _due(
     return {(what, mode) for what in held if again or (what, mode) not in examination.proven}
 
 
-def _prove(patch: Patch, due: set[tuple[str, int]], module: Model, call: Call, mask: PackedMask) -> None:
+def _prove(patch: Patched, due: set[tuple[str, int]], module: Model, call: Call, mask: PackedMask) -> None:
     # A replica of the model is proven, or the model itself if a replica does not see the whole forward.
     from ..proof import proving  # with five more modules, which only a model with unknown modules needs
 
@@ -201,7 +196,7 @@ def _prove(patch: Patch, due: set[tuple[str, int]], module: Model, call: Call, m
     patch.examination.proven |= due
 
 
-def hook_changes(patch: Patch) -> None:
+def hook_changes(patch: Patched) -> None:
     # A hook that was watched has changed something, so the packed batch that is being computed is proven. A dense batch
     # proves nothing before the next packed one. In a backward, the batch it belongs to cannot be seen, so the last
     # packed one is proven.
@@ -221,7 +216,7 @@ def hook_changes(patch: Patch) -> None:
 def _examined(given: str, tree: bool) -> str:
     # The result is the message of the error that `examine` would raise. A batch has no values during a capture, so an
     # example batch is proven instead.
-    patch: Patch = numbered(given)
+    patch: Patched = numbered(given)
     if patch.examination.under_way:
         return ""
     with paused():

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from .. import evidence
 from .._types import Model
 from ..upstream import forward, hooks, inspecting
 from ..upstream.find_layers import ModelLayers
@@ -74,6 +73,8 @@ def _unknown(model: ModelLayers) -> Iterator[str]:
         # Models with such layers do not claim flash attention.
         if layer.seam == "formula" and layer.by_itself:
             yield f"{layer.name} ({type(layer.module).__name__}, which computes attention by itself)"
+    from .. import evidence  # programs that patch nothing read none of it
+
     model_type, version = getattr(model.model.config, "model_type", ""), sys.modules["transformers"].__version__
     if not evidence.isolates(model_type, version):
         yield f"the architecture {model_type!r}, of which there is no evidence in Transformers {version}"

@@ -175,5 +175,6 @@ def has_pictures(call: Call) -> bool:
     # pictures, films or sound
     found = False
     for name in call:  # any() of a generator is two calls more, and of both lists this is the shorter one
-        found = found or (name in MEDIA and call[name] is not None)
+        if name in MEDIA:
+            found = found or call[name] is not None
     return found

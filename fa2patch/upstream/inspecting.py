@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from .._torch import traced, tracing_code, uncompiled
+from .._torch import traced, uncompiled
 from .._types import Call, Config, Function
 from .transformers_names import CALLS_FLASH
 
@@ -312,7 +312,8 @@ def modules_called() -> list[tuple[Any, CodeType, Mapping[str, Any]]]:
     # While a graph is captured, the calls that are traced are among them. Reading the variables of a frame takes time,
     # so only those of a module's call and of functions that are defined as `forward` are read.
     found: list[tuple[Any, CodeType, Mapping[str, Any]]] = []
-    tracing = tracing_code() if "torch._dynamo" in sys.modules else None
+    dynamo = sys.modules.get("torch._dynamo.symbolic_convert")
+    tracing = None if dynamo is None else dynamo.InstructionTranslatorBase.run.__code__  # see traced
     call = torch.nn.Module._call_impl.__code__
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:  # no call of Python's for a frame: every packed batch asks

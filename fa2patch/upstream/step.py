@@ -104,9 +104,16 @@ class Patched(Protocol):
     skips: bool
     tally: Tally
 
+    examination: Any  # an Examination (patch/examining.py)
+
     # A graph that is captured looks the patch up by it.
     @property
     def number(self) -> str: ...
+
+    @property
+    def active(self) -> bool: ...
+
+    def renew(self) -> None: ...
 
     # This is called before a packed batch is computed.
     def examine(self, module: Model, call: Call, mask: PackedMask) -> None: ...

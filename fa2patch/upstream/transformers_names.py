@@ -62,10 +62,7 @@ POOLED_LOGITS = "pooled_logits"
 
 def loaded(names: tuple[str, ...]) -> Any:
     # the module, if it is imported
-    for name in names:
-        if name in sys.modules:
-            return sys.modules[name]
-    return None
+    return next(filter(None, map(sys.modules.get, names)), None)
 
 
 def imported(names: tuple[str, ...]) -> Any:

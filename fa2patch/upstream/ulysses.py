@@ -26,7 +26,7 @@ from ..errors import PackingNotIsolated
 from ..kernels import Options
 from . import inspecting
 from .calls import Batch, has_pictures, passed
-from .transformers_names import ATTENTION_FUNCTIONS, CALLS_FLASH, FLASH, MODELING, dictionary_in, loaded
+from .transformers_names import ATTENTION_FUNCTIONS, CALLS_FLASH, FLASH, MODELING, dictionary_in
 
 groups: dict[str, Any] = {}  # process groups by their group_name, because operators take no objects
 
@@ -248,7 +248,9 @@ def _registered() -> list[Function]:
 
 @constant
 def _splitter(sdpa: Function) -> str:
-    functions = [sdpa, getattr(loaded(FLASH), CALLS_FLASH, None)]  # where ring_flash_attn puts its own
+    functions: list[Any] = [sdpa]
+    for name in FLASH:  # where ring_flash_attn puts its own
+        functions.append(getattr(sys.modules.get(name), CALLS_FLASH, None))
     if _PACKAGE in sys.modules or _RING in sys.modules:  # torch's context parallelism registers nothing
         functions += _registered()
     splitters = []

@@ -57,7 +57,7 @@ FAULTS = {
     "a decorator that is new": (
         "fa2patch/documents/find.py", "def _changes(", "@__import__('functools').cache\ndef _changes("),
     "a decorator that is gone": (
-        "fa2patch/kernels/protocol.py", "@dataclass(frozen=True)\nclass Options", "class Options"),
+        "fa2patch/kernels/options.py", "@dataclass(frozen=True)\nclass Options", "class Options"),
     "a new file that hides another": (
         "fa2patch/documents/find/__init__.py", None, "raise ImportError('hidden')\n"),
     "a new file that a line imports": (

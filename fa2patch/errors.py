@@ -56,7 +56,13 @@ class BadArchitecture(Fa2PatchError, TypeError):
 
 
 class UnsupportedModel(Fa2PatchError):
-    """This model has a feature that cannot be trained packed."""
+    """This model has a feature that cannot be trained packed.
+
+    Attributes:
+        takes_padded_batches: Whether ``apply(model, padded_batches=True)`` does not refuse it for that feature.
+    """
+
+    takes_padded_batches: bool = False
 
 
 class LayerNotPatchable(Fa2PatchError):

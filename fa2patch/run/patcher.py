@@ -19,7 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from .._torch import is_no_verdict
 from .._types import Function
 from ..binding import ABSENT, bind, release
-from ..errors import Fa2PatchError, KernelUnavailable, NotAModel, UnknownKernel
+from ..errors import Fa2PatchError, KernelUnavailable, NotAModel, UnknownKernel, UnsupportedModel
 from ..patch.applying import apply, status
 from ..patch.padding import of_model, pack_padded_batches
 from ..patch.state import Patch
@@ -135,7 +135,7 @@ class Patcher:
             raise
         except Fa2PatchError as error:
             say(f"{name} left alone: {error.message}")
-            if "padded_batches=True" in error.message:
+            if isinstance(error, UnsupportedModel) and error.takes_padded_batches:
                 say("padded_batches=True is the option --padded-batches here.")
             return
         except Exception as error:

@@ -49,11 +49,13 @@ def look(model: ModelLayers, facts: Facts) -> None:
     else:
         facts.row_head = one_result_per_row(model.model)
     if facts.row_head and not facts.padded:
-        raise UnsupportedModel(
+        error = UnsupportedModel(
             f"{model} {facts.row_head}, and a packed row holds many documents. Nothing was patched. Train it padded: "
             "fa2patch.apply(model, padded_batches=True) computes its padded batches packed, unless the head reads "
             "padding, too (a softmax over the row, as for question answering). Or train it without that head."
         )
+        error.takes_padded_batches = True
+        raise error
 
 
 def before(step: Step) -> None:

@@ -95,6 +95,7 @@ def messages(printed):
 
 
 PATCHED = "fa2patch: LlamaForCausalLM patched: 2 attention layers, interface seam, kernel auto."
+OPTION = ["fa2patch: padded_batches=True is the option --padded-batches here."]
 NOTHING = (
     "fa2patch: nothing was packed: LlamaForCausalLM had no batch whose rows say where documents start. If batches are "
     "padded, --padded-batches computes them packed."
@@ -381,8 +382,7 @@ def test_others_are_left_alone_and_named_even_quietly(hooked, lines, cls, config
     model = cls._from_config(config)
     line, *more = lines()
     assert re.search(reason, line)
-    option = ["fa2patch: padded_batches=True is the option --padded-batches here."]
-    assert more == (option if "padded_batches=True" in line else [])
+    assert more == (OPTION if cls is BertForSequenceClassification else [])
     assert fa2patch.status(model) is None
     state = vars(type(model))
     hooked.off()
@@ -590,6 +590,18 @@ def test_an_object_that_makes_its_models_batches_is_patched_as_a_whole(holders, 
     assert tokens_of(held.model) == 6
     hooked.off()
     assert vars(Holder)["__init__"] is before and tokens_of(held.model) == 8
+
+
+class HolderOfTwo(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tokenizer, self.one, self.other = "a tokenizer", by_its_class(), by_its_class()
+
+
+def test_the_option_does_not_help_an_object_of_two_models(lines):
+    patcher.Patcher(run.RunOptions())._patch(HolderOfTwo())
+    (line,) = lines()
+    assert "HolderOfTwo left alone: expected one Transformers model, found 2" in line and "padded_batches=True" in line
 
 
 def test_an_object_whose_padded_batches_are_packed_is_not_told_to_pack_them(holders, hooked, folder, lines):

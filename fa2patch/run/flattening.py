@@ -35,11 +35,9 @@ def name(collator: Any) -> str:
 
 
 def replaced(trainer: Any, methods: Iterable[str]) -> str:
-    # The first of these methods that is neither Transformers' nor fa2patch's is named in a reason. It is empty if there
-    # is none.
+    # The first of these methods that is neither Transformers' nor fa2patch's is named in a reason.
     for method in methods:
-        found = getattr(trainer, method, None)
-        home = str(getattr(found, "__module__", "transformers"))
+        home = str(getattr(getattr(trainer, method, None), "__module__", "transformers"))
         if home.split(".")[0] not in ("transformers", "fa2patch"):
             return f"{type(trainer).__name__}.{method} is not Transformers' own but {home}'s, and may look at rows"
     return ""
@@ -48,43 +46,57 @@ def replaced(trainer: Any, methods: Iterable[str]) -> str:
 def why_trainer_stays_padded(trainer: Any) -> str:
     # Batches can be flattened if a standard collator makes them, if only a patched model that predicts the next token
     # looks at them, and if nothing splits them by rows on the way.
-    collator, args = trainer.data_collator, trainer.args
     try:
         model: Any = transformers_model(trainer.model)
     except NotAModel:
         return f"{type(trainer.model).__name__} holds no Transformers model"
-    if status(model) is None:
-        return f"{type(model).__name__} is not patched"
-    if not model.can_generate():
-        return f"{type(model).__name__} does not predict the next token"
-    home = str(getattr(collator, "__module__", type(collator).__module__))
-    if home not in COLLATORS or name(collator) not in STANDARD:
-        return f"{name(collator)}, of {home}, is none of the collators that are known to pad and no more"
-    if getattr(collator, "mlm", False):
-        return f"this {name(collator)} masks tokens at random (mlm=True)"
-    if getattr(collator, "return_tensors", "pt") != "pt":
-        return f"this {name(collator)} makes no torch tensors (return_tensors={collator.return_tensors!r})"
-    if looks := replaced(trainer, LOOK_AT_BATCHES):
-        return looks
-    if getattr(trainer, "compute_loss_func", None) is not None:
-        return "its compute_loss_func may look at rows"
-    if args.n_gpu > 1:
-        return f"DataParallel would cut the one row for {args.n_gpu} GPUs; start it with torchrun"
-    return _cut_up(trainer)
+    collator, args, accelerator = trainer.data_collator, trainer.args, trainer.accelerator
+    home = getattr(collator, "__module__", type(collator).__module__)
+    tensors, looks = getattr(collator, "return_tensors", "pt"), replaced(trainer, LOOK_AT_BATCHES)
+    shared, dispatched = getattr(accelerator, "parallelism_config", None), _dispatched(trainer)
+    return _first({
+        f"{type(model).__name__} is not patched": status(model) is None,
+        f"{type(model).__name__} does not predict the next token": not model.can_generate(),
+        f"{name(collator)}, of {home}, is none of the collators that are known to pad and no more":
+            home not in COLLATORS or name(collator) not in STANDARD,
+        f"this {name(collator)} masks tokens at random (mlm=True)": getattr(collator, "mlm", False),
+        f"this {name(collator)} makes no torch tensors (return_tensors={tensors!r})": tensors != "pt",
+        looks: looks,
+        "its compute_loss_func may look at rows": getattr(trainer, "compute_loss_func", None),
+        f"DataParallel would cut the one row for {args.n_gpu} GPUs; start it with torchrun": args.n_gpu > 1,
+        "context or sequence parallelism cuts rows up":
+            getattr(shared, "cp_enabled", False) or getattr(shared, "sp_enabled", False),
+        "split_batches=True cuts one batch up for all ranks, by rows":
+            args.world_size > 1 and getattr(accelerator, "split_batches", False),
+        "one rank reads batches and cuts them up for all, by rows (dispatch_batches)":
+            args.world_size > 1 and dispatched,
+        "torch_compile needs documents' lengths, which accelerate's dispatch_batches cuts as if they were rows":
+            dispatched and getattr(args, "torch_compile", False),
+    })  # fmt: skip
 
 
-def _cut_up(trainer: Any) -> str:
-    shared = getattr(trainer.accelerator, "parallelism_config", None)
-    several, dispatched = trainer.args.world_size > 1, _dispatched(trainer)
-    if getattr(shared, "cp_enabled", False) or getattr(shared, "sp_enabled", False):
-        return "context or sequence parallelism cuts rows up"
-    if several and getattr(trainer.accelerator, "split_batches", False):
-        return "split_batches=True cuts one batch up for all ranks, by rows"
-    if several and dispatched:
-        return "one rank reads batches and cuts them up for all, by rows (dispatch_batches)"
-    if dispatched and getattr(trainer.args, "torch_compile", False):
-        return "torch_compile needs documents' lengths, which accelerate's dispatch_batches cuts as if they were rows"
-    return ""
+def why_batch_stays_padded(padded: Mapping[str, Any]) -> str:
+    # With padding on the left, the last padding token learns to predict the first real token, so rows must be padded on
+    # the right.
+    for key in ("input_ids", "labels", "attention_mask"):
+        if not isinstance(padded.get(key), torch.Tensor):
+            return f"it has no {key}"
+    shape, mask = padded["input_ids"].shape, padded["attention_mask"]
+    for key, values in padded.items():
+        if getattr(values, "shape", None) != shape or len(shape) != 2:
+            return f"its {key} is not one for each token"
+    lengths = mask.sum(1, keepdim=True)
+    return _first({
+        "it has position_ids of its own": "position_ids" in padded,
+        "its rows are not padded on the right (tokenizer.padding_side='right'), or not only there":
+            not lengths.all() or (mask != (torch.arange(shape[1]) < lengths)).any(),
+        f"padding has labels that are not {IGNORED_LABEL}, so the padded run learns to predict padding":
+            (padded["labels"][mask == 0] != IGNORED_LABEL).any(),
+    })  # fmt: skip
+
+
+def _first(reasons: Mapping[str, Any]) -> str:
+    return next((why for why, holds in reasons.items() if holds), "")
 
 
 def _dispatched(trainer: Any) -> bool:
@@ -105,41 +117,17 @@ class Flattening:
     """A collator that pads a batch, and flattens it if that computes the same. DataLoader workers can pickle it."""
 
     def __init__(self, padding: Any, keep_first: bool, lengths: bool) -> None:
-        self.padding, self.keep_first = padding, keep_first  # the first label of every document; the model drops it
-        self.flatten = DataCollatorWithFlattening(return_flash_attn_kwargs=lengths)
-        self.said = False
+        self.padding, self.said = padding, False
+        separator = None if keep_first else IGNORED_LABEL
+        self.flatten = DataCollatorWithFlattening(separator_id=separator, return_flash_attn_kwargs=lengths)
 
     def __call__(self, features: list[Any]) -> Mapping[str, Any]:
         padded: Mapping[str, Any] = self.padding(features)
         why = why_batch_stays_padded(padded)
-        if why:
-            worker = torch.utils.data.get_worker_info()
-            if not self.said and (worker is None or worker.id == 0):
-                say(f"a batch stays padded, and others like it: {why}.")
-            self.said = True
-            return padded
-        rows = [{key: values[row] for key, values in padded.items()} for row in range(len(padded["input_ids"]))]
-        batch = self.flatten(rows)
-        if self.keep_first:
-            lengths = padded["attention_mask"].sum(1)
-            batch["labels"][0, lengths.cumsum(0) - lengths] = padded["labels"][:, 0]
-        return batch
-
-
-def why_batch_stays_padded(padded: Mapping[str, Any]) -> str:
-    # With padding on the left, the last padding token learns to predict the first real token, so rows must be padded on
-    # the right.
-    for key in ("input_ids", "labels", "attention_mask"):
-        if not isinstance(padded.get(key), torch.Tensor):
-            return f"it has no {key}"
-    shape, mask = padded["input_ids"].shape, padded["attention_mask"]
-    other = [key for key, values in padded.items() if getattr(values, "shape", None) != shape or len(shape) != 2]
-    if other:
-        return f"its {other[0]} is not one for each token"
-    if "position_ids" in padded:
-        return "it has position_ids of its own"
-    if not ((mask == 0) | (mask == 1)).all() or not mask[:, 0].all() or (mask[:, 1:] > mask[:, :-1]).any():
-        return "its rows are not padded on the right (tokenizer.padding_side='right'), or not only there"
-    if (padded["labels"][mask == 0] != IGNORED_LABEL).any():
-        return f"padding has labels that are not {IGNORED_LABEL}, so the padded run learns to predict padding"
-    return ""
+        if not why:
+            return self.flatten(dict(zip(padded, row)) for row in zip(*padded.values()))
+        worker = torch.utils.data.get_worker_info()
+        if not self.said and (worker is None or worker.id == 0):
+            say(f"a batch stays padded, and others like it: {why}.")
+        self.said = True
+        return padded

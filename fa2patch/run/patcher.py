@@ -10,6 +10,7 @@ import functools
 import sys
 import traceback
 import weakref
+from collections.abc import Iterable
 from types import ModuleType
 from typing import Any
 
@@ -21,7 +22,7 @@ from .._types import Function
 from ..binding import ABSENT, bind, release
 from ..errors import Fa2PatchError, KernelUnavailable, NotAModel, UnknownKernel, UnsupportedModel
 from ..patch.applying import apply, status
-from ..patch.padding import of_model, pack_padded_batches
+from ..patch.padding import of_model
 from ..patch.state import Patch
 from ..trainers.packed_trainer import PACKS, held_models, pack_models
 from ..trainers.token_budget import TokenBudget
@@ -32,6 +33,8 @@ from ..upstream.step import Tally
 from . import flattening
 from .start import RunOptions, say
 from .startup.fa2patch_startup import WATCHED
+
+PACKED = "packed"
 
 
 @functools.cache
@@ -45,12 +48,11 @@ class Patcher:
     def __init__(self, options: RunOptions) -> None:
         self.options, self.active = options, True
         self._seen: weakref.WeakSet[Any] = weakref.WeakSet()  # models that were patched or left alone
-        self._patches: list[weakref.ref[Patch]] = []  # no WeakSet, which a finalizer may change while it is read
-        # of each patched model, which may be gone in the end: its name, what it computed, and whether it packs padding
-        self._computed: list[tuple[str, Tally, bool]] = []
-        # trainers, some of which are dataclasses and have no hash: those whose models compute padded batches packed,
-        # and those of which a line about --collate was printed
-        self._packing, self._told = WeakIdKeyDictionary(), WeakIdKeyDictionary()
+        # of each patched model, which may be gone in the end: its name, its patch, what it computed, and whether it
+        # packs padding; no WeakSet, which a finalizer may change while it is read
+        self._patched: list[tuple[str, weakref.ref[Patch], Tally, bool]] = []
+        # how each trainer's padded batches are computed, once it was said; trainers that are dataclasses have no hash
+        self._ways: Any = WeakIdKeyDictionary()
         self._under_way: set[int] = set()  # ids of trainers and holders that are constructed
         self._trained = False
         self._model_classes: tuple[Any, ...] = ()
@@ -80,35 +82,30 @@ class Patcher:
             return
         self.active = False
         release(self)
-        for patch in [each() for each in self._patches]:
+        for patch in [ref() for _, ref, *_ in self._patched]:
             if patch is not None:
                 patch.revert()
-        if not self._computed:
-            return
-        rows = sorted({name for name, done, _ in self._computed if done.rows})
-        padded = sorted({name for name, done, _ in self._computed if done.batches})
-        names = " and ".join(sorted({name for name, *_ in self._computed}))
-        why = next((done.why for _, done, _ in self._computed if done.why), "")
-        said = [f"{' and '.join(rows)} computed packed rows, each document by itself"] if rows else []
+        if self._patched:
+            self._say_what_was_done()
+
+    def _say_what_was_done(self) -> None:
+        names, _, tallies, packs = zip(*self._patched)
+        rows = [name for name, tally in zip(names, tallies) if tally.rows]
+        padded = [name for name, tally in zip(names, tallies) if tally.batches]
+        why = next((tally.why for tally in tallies if tally.why), "")
+        said = [f"{_joined(rows)} computed packed rows, each document by itself"] if rows else []
         if padded:
-            counts = [(done.batches, done.cells, done.tokens) for _, done, _ in self._computed]
-            batches, cells, tokens = map(sum, zip(*counts))
-            said.append(
-                f"{' and '.join(padded)} computed {tokens:,} tokens for the {cells:,} of {batches:,} padded batches"
-            )
+            batches, cells, tokens = map(sum, zip(*((each.batches, each.cells, each.tokens) for each in tallies)))
+            said.append(f"{_joined(padded)} computed {tokens:,} tokens for the {cells:,} of {batches:,} padded batches")
         if said:
             self._say_unless_quiet("; ".join(said) + (f". Other batches stayed padded: {why}." if why else "."))
         elif why:
-            say(f"nothing was packed: batches of {names} were computed as they came: {why}.")
-        elif self._packing or all(packs for *_, packs in self._computed):
-            say(
-                f"nothing was packed: {names} had no batch with padding, and none whose rows say where documents start."
-            )
+            say(f"nothing was packed: batches of {_joined(names)} were computed as they came: {why}.")
         else:
-            say(
-                f"nothing was packed: {names} had no batch whose rows say where documents start. If batches are "
-                "padded, --padded-batches computes them packed."
-            )
+            may_pack = all(packs) or PACKED in [*self._ways.values()]
+            none = "with padding, and none whose" if may_pack else "whose"
+            hint = "" if may_pack else " If batches are padded, --padded-batches computes them packed."
+            say(f"nothing was packed: {_joined(names)} had no batch {none} rows say where documents start.{hint}")
         if self.options.collate and not self._trained:
             say(
                 "--collate has changed nothing: no Trainer has trained here, and a loop of one's own may look at rows "
@@ -120,39 +117,36 @@ class Patcher:
         with contextlib.suppress(NotAModel):
             model = transformers_model(model)
             if model not in self._seen and status(model) is None:
-                self._seen.add(model)
                 self._patch(model)
 
-    def _patch(self, model: Any) -> None:
-        # `model` may also be an object that holds a model and makes its batches.
-        name = type(model).__name__
+    def _patch(self, whole: Any) -> None:
+        # `whole` is a model, or an object that holds one and makes its batches.
+        name, options = type(whole).__name__, self.options
         try:
-            if is_transformers_model(model) and (why := reads_no_text(model)):
-                say(f"{name} left alone: {why}. Call fa2patch.apply(model) if its batches are packed all the same.")
-                return
-            patch = apply(model, kernel=self.options.kernel, padded_batches=self.options.padded_batches or None)
+            if is_transformers_model(whole) and (why := reads_no_text(whole)):
+                raise UnsupportedModel(f"{why}. Call fa2patch.apply(model) if its batches are packed all the same.")
+            patch = apply(whole, kernel=options.kernel, padded_batches=options.padded_batches or None)
         except (UnknownKernel, KernelUnavailable):
             raise
         except Fa2PatchError as error:
             say(f"{name} left alone: {error.message}")
             if isinstance(error, UnsupportedModel) and error.takes_padded_batches:
                 say("padded_batches=True is the option --padded-batches here.")
-            return
         except Exception as error:
             if is_no_verdict(error):
-                with contextlib.suppress(NotAModel):
-                    self._seen.discard(transformers_model(model))
                 raise
             say(f"{name} left alone: fa2patch.apply failed, please report it: {type(error).__name__}: {error}")
-            return
-        self._patches.append(weakref.ref(patch))
-        seams = " and ".join(sorted({layer.seam for layer in patch.attention}))
-        packs = of_model(models(patch.model)[-1]) is not None
-        self._computed.append((name, patch.tally, packs))
-        padding = " Padded batches are computed packed, too." if packs else ""
-        self._say_unless_quiet(
-            f"{name} patched: {len(patch.attention)} attention layers, {seams} seam, kernel {patch.kernel}.{padding}"
-        )
+        else:
+            packs = of_model(models(patch.model)[-1]) is not None
+            self._patched.append((name, weakref.ref(patch), patch.tally, packs))
+            seams = _joined(layer.seam for layer in patch.attention)
+            padding = " Padded batches are computed packed, too." if packs else ""
+            self._say_unless_quiet(
+                f"{name} patched: {len(patch.attention)} attention layers, {seams} seam, kernel {patch.kernel}."
+                f"{padding}"
+            )
+        with contextlib.suppress(NotAModel):  # apply has said why
+            self._seen.add(transformers_model(whole))
 
     def _say_unless_quiet(self, what: str) -> None:
         if not self.options.quiet:
@@ -230,51 +224,50 @@ class Patcher:
             if outermost:
                 self._trainer_constructed(made)
         elif outermost:
-            with contextlib.suppress(NotAModel):  # apply says why
-                self._seen.add(transformers_model(made))
             self._patch(made)
 
     # --- trainers -----------------------------------------------------------------------------------------------------
 
     def _trainer_constructed(self, trainer: Any) -> None:
-        options, name = self.options, type(trainer).__name__
         # The losses and metrics of TRL's trainers were compared (docs/stack/trl.md). They look at the rows of their
         # batches, so a collator cannot pack these. Batches of other trainers stay padded unless an option says
         # otherwise: code around the model may read what it computes of padding.
+        options = self.options
         of_trl = any(cls.__module__.partition(".")[0] == "trl" for cls in type(trainer).__mro__)
-        padded = of_trl or (options.max_tokens is not None and not options.collate)
-        looked_at = [*vars(trainer).values()] if padded or options.max_tokens is not None else []
-        held = [model for value in looked_at for model in held_models(value)]
-        if options.pack and padded and not hasattr(trainer, PACKS):
-            for model in held:
-                self.patch(model)
-            found = pack_models(vars(trainer))
-            self._packing[trainer] = True
-            first: dict[int, str] = {}  # several attributes may hold one model, as model and model_wrapped do
-            for attribute, hooks in found.packed.items():
-                first.setdefault(id(hooks), attribute)
-            if first:
-                self._say_unless_quiet(
-                    f"{name} computes padded batches packed, and what their rows begin with in common once: "
-                    f"{', '.join(first.values())}. Losses and metrics stay those of padded batches; --no-pack leaves "
-                    "them padded."
-                )
-            reasons: dict[str, list[str]] = {}
-            for attribute, error in found.padded.items():
-                reasons.setdefault(error.message, []).append(attribute)
-            for reason, attributes in reasons.items():
-                say(f"{name} computes padded batches of {', '.join(attributes)} padded: {reason}")
+        if options.pack and (of_trl or (options.max_tokens and not options.collate)) and not hasattr(trainer, PACKS):
+            self._pack_models(trainer)
         elif options.collate and (own_loader := flattening.replaced(trainer, ["get_train_dataloader"])):
-            self._tell_once(trainer, own_loader)
-        if options.max_tokens is not None and not hasattr(trainer, "token_budget"):  # else packed_trainer made it
+            self._trained = True
+            self._say_way(trainer, own_loader)
+        if options.max_tokens and not hasattr(trainer, "token_budget"):  # else packed_trainer made it
             trainer.token_budget = TokenBudget(options.max_tokens)
             trainer.token_budget.install(trainer)
-            for model in {*held}:
+            for model in _held(trainer):
                 trainer.token_budget.give(model)
             self._say_unless_quiet(
-                f"{name} computes each batch in passes of at most {options.max_tokens} tokens: the same mini-batches, "
-                "the same steps, the same losses."
+                f"{type(trainer).__name__} computes each batch in passes of at most {options.max_tokens} tokens: the "
+                "same mini-batches, the same steps, the same losses."
             )
+
+    def _pack_models(self, trainer: Any) -> None:
+        for model in _held(trainer):
+            self.patch(model)
+        name, found = type(trainer).__name__, pack_models(vars(trainer))
+        self._ways[trainer] = PACKED
+        first: dict[int, str] = {}  # several attributes may hold one model, as model and model_wrapped do
+        for attribute, hooks in found.packed.items():
+            first.setdefault(id(hooks), attribute)
+        if first:
+            self._say_unless_quiet(
+                f"{name} computes padded batches packed, and what their rows begin with in common once: "
+                f"{', '.join(first.values())}. Losses and metrics stay those of padded batches; --no-pack leaves them "
+                "padded."
+            )
+        reasons: dict[str, list[str]] = {}
+        for attribute, error in found.padded.items():
+            reasons.setdefault(error.message, []).append(attribute)
+        for reason, attributes in reasons.items():
+            say(f"{name} computes padded batches of {', '.join(attributes)} padded: {reason}")
 
     def _making_for_trainer(self, original: Function) -> Function:
         @functools.wraps(original)
@@ -282,8 +275,8 @@ class Patcher:
             model = original(trainer, *args, **kwargs)
             if self.active:
                 self.patch(model)
-                if trainer in self._packing and status(model) is not None:
-                    pack_padded_batches(model, share_prompts=True)
+                if self._ways.get(trainer) == PACKED:
+                    pack_models({"model": model})
                 if hasattr(trainer, "token_budget"):
                     trainer.token_budget.give(model)
             return model
@@ -293,11 +286,11 @@ class Patcher:
     def _loading(self, original: Function) -> Function:
         @functools.wraps(original)
         def get_train_dataloader(trainer: Any) -> Any:
-            if trainer in self._packing:
-                self._trained = True
+            self._trained = True
+            if self._ways.get(trainer) == PACKED:
                 return original(trainer)
             why, padding = flattening.why_trainer_stays_padded(trainer), trainer.data_collator
-            self._tell_once(trainer, why)
+            self._say_way(trainer, why)
             if why:
                 return original(trainer)
             trainer.data_collator = flattening.flattening(trainer)
@@ -308,12 +301,10 @@ class Patcher:
 
         return get_train_dataloader
 
-    def _tell_once(self, trainer: Any, stays_padded: str) -> None:
-        self._trained = True
-        if trainer in self._told:
+    def _say_way(self, trainer: Any, stays_padded: str) -> None:
+        if trainer in self._ways:
             return
-        self._told[trainer] = True
-        name = type(trainer).__name__
+        self._ways[trainer], name = "padded" if stays_padded else "flattened", type(trainer).__name__
         if stays_padded:
             say(f"{name} trains padded, as it would without --collate: {stays_padded}.")
         else:
@@ -321,6 +312,15 @@ class Patcher:
                 f"{name} trains on what its {flattening.name(trainer.data_collator)} gives laid end to end, without "
                 "the padding; the same mini-batches, the same steps. Evaluation stays padded."
             )
+
+
+def _held(trainer: Any) -> list[Any]:
+    found = [model for value in vars(trainer).values() for model in held_models(value)]
+    return [*dict.fromkeys(found)]  # several attributes may hold one model, as model and model_wrapped do
+
+
+def _joined(names: Iterable[str]) -> str:
+    return " and ".join(sorted({*names}))
 
 
 def reads_no_text(model: Any) -> str:

@@ -815,7 +815,7 @@ def test_collate_says_of_what_else_it_will_not_flatten(hooked, folder, monkeypat
     for name, value, why in (
         ("data_collator", DataCollatorForSeq2Seq(tokenizer, return_tensors="np"), "return_tensors='np'"),
         ("model", torch.nn.Linear(1, 1), "no Transformers model"),
-        ("args", SimpleNamespace(n_gpu=2), "DataParallel"),
+        ("args", SimpleNamespace(n_gpu=2, world_size=1), "DataParallel"),
     ):
         with monkeypatch.context() as patched:
             patched.setattr(trainer, name, value)

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import click
 import torch
@@ -25,11 +25,8 @@ from ..patch.applying import apply
 from ..proof.inputs import example
 from .models import compat
 from .options import as_json_option, out_file
-from .output import escaped, in_one_line, new_console, print_json, print_table, progress_of, write_file
+from .output import Shown, Table, escaped, in_one_line, print_found, progress_of, show, write_file
 from .verifying import Found, verified, verify_unpatched
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 # For each package, the module that is imported to test it: one built for another torch is installed, but does not
 # import.
@@ -83,14 +80,11 @@ def doctor_command(svg: Path | None, as_json: bool) -> None:
         found = diagnose(lambda what: progress("doctor", what))
     if svg:
         console = Console(record=True, width=120, file=io.StringIO(), highlight=False)
-        _show(console, found)
+        show(console, _shown(found))
         picture = console.export_svg(title="fa2patch doctor")
         # the reader's own monospace font, because rich's font would be fetched from the network
         write_file(svg, re.sub(r"@font-face \{.*?\}\s*", "", picture, flags=re.DOTALL))
-    if as_json:
-        print_json(found)
-    else:
-        _show(new_console(), found)
+    print_found(found, as_json, _shown(found))
     sys.exit(0 if found["ok"] else 1)
 
 
@@ -181,7 +175,7 @@ def _advice(found: dict[str, Any]) -> Iterator[str]:
         yield "Call fa2patch.apply(model) before training on packed rows: Transformers alone leaks here."
 
 
-def _show(console: Console, found: dict[str, Any]) -> None:
+def _shown(found: dict[str, Any]) -> Shown:
     rows = [
         ("Python", found["python"], found["platform"]),
         ("torch", found["torch"], ", ".join(found["gpus"]) or "no GPU"),
@@ -197,22 +191,22 @@ def _show(console: Console, found: dict[str, Any]) -> None:
         state, reason = found[key]["state"], found[key].get("reason")
         colour = "green" if state == "isolated" else "red"
         rows.append((name, escaped(state, colour), escaped(reason or "one packed row, a tiny Llama")))
-    print_table(console, ("", "found", ""), rows)
+    yield Table(("", "found", ""), rows)
     if found["why"]:
-        console.print(f"[bold]One packed row, alone:[/bold] {escaped(found['why'])}")
+        yield f"[bold]One packed row, alone:[/bold] {escaped(found['why'])}"
     known = found["known"]
     if known:
         right = ", ".join(f"{row} {number}" for row, number in known["rows"].items())
         every = len(known["every_row"])
-        console.print(
+        yield (
             f"[bold]Transformers {known['release']} alone[/bold], from the compat matrix, on its flash route, is "
             f"right in so many of {known['measured']} architectures: {right}; in all of these {every}."
         )
         if known["leak"]:
-            console.print(f"Even one plain row leaks in: {', '.join(known['leak'])}.")
+            yield f"Even one plain row leaks in: {', '.join(known['leak'])}."
     elif found["defects"]:
-        console.print(f"Defects known up to {found['evidence_ends']}; whether this release has them was not checked:")
+        yield f"Defects known up to {found['evidence_ends']}; whether this release has them was not checked:"
     for defect in found["defects"]:
-        console.print(f"[yellow]•[/yellow] {escaped(defect)}")
+        yield f"[yellow]•[/yellow] {escaped(defect)}"
     for advice in found["advice"]:
-        console.print(f"[bold cyan]→[/bold cyan] {escaped(advice)}")
+        yield f"[bold cyan]→[/bold cyan] {escaped(advice)}"

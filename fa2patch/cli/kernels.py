@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
 from ..kernels import kernel_rows
 from ..kernels.devices import device_rows
 from ..kernels.picks import every_kernel
 from .options import as_json_option
-from .output import escaped, new_console, print_json, print_table
+from .output import Shown, Table, escaped, print_found
 
 
 @click.command("kernels")
@@ -19,14 +21,15 @@ def kernels_command(as_json: bool) -> None:
     A second table says for each kind of device which kernels may run there, and what is missing.
     """
     found = kernel_rows()
-    if as_json:
-        print_json(found)
-        return
-    console, rows = new_console(), []
+    print_found(found, as_json, _shown(found))
+
+
+def _shown(found: list[dict[str, Any]]) -> Shown:
+    rows = []
     for row in found:
         here = "[green]usable[/green]" if row["usable"] else escaped(row["reason"], "dim")
         does = row["here"] or row["features"]
         rows.append((row["name"], row["what"], here, row["dtypes"] or "any", row["head_dim"] or "any", does))
-    print_table(console, ("kernel", "what", "here", "dtypes", "head dim up to", "besides plain attention"), rows)
+    yield Table(("kernel", "what", "here", "dtypes", "head dim up to", "besides plain attention"), rows)
     devices = ((row["name"], row["kernels"], row["missing"]) for row in device_rows(every_kernel()))
-    print_table(console, ("device", "kernels", "missing there"), devices)
+    yield Table(("device", "kernels", "missing there"), devices)

@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Callable
+from typing import TYPE_CHECKING, Any, Callable, NamedTuple, Union
 
 import click
 
@@ -32,8 +32,33 @@ def new_console() -> Console:
     return Console(width=None if sys.stdout.isatty() else wide, highlight=False)
 
 
-def print_table(console: Console, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    # A cell is text with rich's markup, a number or a list of texts. A narrow console gets a list of the rows.
+class Table(NamedTuple):
+    columns: Sequence[str]
+    rows: Iterable[Sequence[Any]]  # of text with rich's markup, numbers and lists of texts
+
+
+# Lines of text with rich's markup, and tables.
+Shown = Iterable[Union[str, Table]]
+
+
+def print_found(found: object, as_json: bool, shown: Shown) -> None:
+    # `shown` is what a person reads of it; a generator, so that it is made only then.
+    if as_json:
+        print_json(found)
+    else:
+        show(new_console(), shown)
+
+
+def show(console: Console, shown: Shown) -> None:
+    for part in shown:
+        if isinstance(part, Table):
+            _print_table(console, *part)
+        else:
+            console.print(part)
+
+
+def _print_table(console: Console, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+    # A narrow console gets a list of the rows.
     from rich import box
     from rich.padding import Padding
     from rich.table import Table

@@ -11,10 +11,10 @@ from typing import Any
 import click
 import numpy as np
 
-from ..packing import ATTENTION_COST, PackedBatchSampler, example_costs, imbalance, plan
+from ..packing import ATTENTION_COST, PackedBatchSampler, Plan, example_costs, imbalance, plan
 from ..packing.strategies import Ints
 from .options import as_json_option
-from .output import in_one_line, new_console, print_json, print_table
+from .output import Shown, Table, escaped, in_one_line, new_console, print_found
 
 # bars of the histogram, the most characters of one, and those before and behind it
 BINS, BAR, BESIDE_BAR = 10, 40, 36
@@ -63,41 +63,47 @@ def plan_command(
             f"longest has {lengths.max()} tokens. Raise it, or truncate the dataset.",
             param_hint="--max-tokens",
         )
-    ways = compared(lengths, max_tokens, batch_size, ranks)
-    if as_json:
-        print_json({"examples": len(lengths), "tokens": int(lengths.sum()), "ways": [asdict(way) for way in ways]})
-        return
-    console = new_console()
-    console.print(f"{len(lengths):,} examples, {lengths.sum():,} tokens, {lengths.mean():.0f} in each on average")
+    filled = plan(lengths, max_tokens)
+    ways = compared(filled, batch_size, ranks)
+    found = {"examples": len(lengths), "tokens": int(lengths.sum()), "ways": [asdict(way) for way in ways]}
+    print_found(found, as_json, _shown(filled, ways, ranks))
+
+
+def _shown(filled: Plan, ways: list[Batching], ranks: int) -> Shown:
+    lengths, widest = filled.lengths, min(BAR, new_console().width - BESIDE_BAR)  # none where it is narrow
+    yield f"{len(lengths):,} examples, {lengths.sum():,} tokens, {lengths.mean():.0f} in each on average"
     edges = np.unique(np.linspace(lengths.min(), lengths.max() + 1, BINS + 1).astype(np.int64))
     counts, _ = np.histogram(lengths, edges)
     for start, stop, count in zip(edges, edges[1:], counts):
-        bar = "█" * int(np.ceil(min(BAR, console.width - BESIDE_BAR) * count / counts.max()))  # none where it is narrow
-        console.print(f"{start:>8,} to {stop - 1:>8,} tokens {bar} {count:,}", markup=False)
-    columns = ("batches", "steps", "passes", "tokens", "padding", "largest pass", "cost", *["imbalance"] * (ranks > 1))
+        yield f"{start:>8,} to {stop - 1:>8,} tokens {'█' * int(np.ceil(widest * count / counts.max()))} {count:,}"
     rows = []
     for way in ways:
         tokens = (f"{way.tokens:,}", f"{way.padding:.0%}", f"{way.largest:,}")
         last = [f"{way.imbalance:.2f}"] * (ranks > 1)
         rows.append((way.name, f"{way.steps:,}", f"{way.passes:.1f}", *tokens, f"{way.cost:.2f}", *last))
-    print_table(console, columns, rows)
-    console.print(_advice(ways))
-
-
-def compared(lengths: Ints, max_tokens: int, batch_size: int, ranks: int) -> list[Batching]:
-    # The ways are padded and packed mini-batches, mini-batches in passes, and filled rows.
-    drawn = np.random.default_rng(0).permutation(len(lengths))
-    steps = np.array_split(drawn, range(batch_size * ranks, len(drawn), batch_size * ranks))
-    batches = [np.array_split(step, min(ranks, len(step))) for step in steps]
-    wide = [[np.full(len(batch), lengths[batch].max()) for batch in step] for step in batches]
-    packed = [[lengths[batch] for batch in step] for step in batches]
-    padded = _way("padded mini-batches", wide, lengths)
-    sampler = PackedBatchSampler(
-        lengths, max_tokens, ranks, "all", strategy="mini_batches", global_batch_size=batch_size * ranks
+    last = ["imbalance"] * (ranks > 1)
+    yield Table(("batches", "steps", "passes", "tokens", "padding", "largest pass", "cost", *last), rows)
+    padded, _, cut, _ = ways
+    if padded.padding < LITTLE:
+        yield (
+            f"Padding is {padded.padding:.0%} of the padded batches: packing saves little here. Train padded, or group "
+            "examples of similar lengths."
+        )
+        return
+    yield (
+        f"Packing leaves {1 - cut.cost:.0%} of the work away, with the same steps and the same loss; passes keep each "
+        f"forward at {cut.largest:,} tokens instead of {padded.largest:,}."
     )
-    rows = plan(lengths, max_tokens)
-    filled = [[lengths[row] for row in rows[at : at + ranks]] for at in range(0, len(rows), ranks)]
-    whole = _way("mini-batches, packed", packed, lengths)
+    yield f"Rows filled to the budget are another training: {escaped(filled)}"
+
+
+def compared(filled: Plan, batch_size: int, ranks: int) -> list[Batching]:
+    # The ways are padded and packed mini-batches, mini-batches in passes, and filled rows.
+    lengths, max_tokens = filled.lengths, filled.max_tokens
+    batches = plan(lengths, None, "mini_batches", batch_size=batch_size)
+    padded = _way("padded mini-batches", [np.full(len(row), lengths[row].max()) for row in batches], lengths, ranks)
+    whole = _way("mini-batches, packed", [lengths[row] for row in batches], lengths, ranks)
+    sampler = PackedBatchSampler(lengths, max_tokens, ranks, "all", strategy="mini_batches", batch_size=batch_size)
     cut = replace(
         whole,
         name="mini-batches, in passes",
@@ -105,33 +111,19 @@ def compared(lengths: Ints, max_tokens: int, batch_size: int, ranks: int) -> lis
         largest=min(max_tokens, whole.largest),
         imbalance=imbalance(sampler.costs()),
     )
-    ways = [padded, whole, cut, _way("rows filled to the budget", filled, lengths)]
-    return [replace(way, cost=way.cost / padded.cost) for way in ways]
+    rows = _way("rows filled to the budget", [lengths[row] for row in filled], lengths, ranks)
+    return [replace(way, cost=way.cost / padded.cost) for way in (padded, whole, cut, rows)]
 
 
-def _way(name: str, steps: list[list[Ints]], lengths: Ints) -> Batching:
-    # `steps` has, for each rank, the lengths with padding of its rows or documents.
-    costs = [[float(example_costs(each, ATTENTION_COST).sum()) for each in step] for step in steps]
-    tokens = [int(each.sum()) for step in steps for each in step]
-    full = np.array([step for step in costs if len(step) == len(costs[0])])
+def _way(name: str, rows: list[Ints], lengths: Ints, ranks: int) -> Batching:
+    # `rows` has the lengths with padding of the documents of each row, or batch, of one rank.
+    costs = np.array([example_costs(each, ATTENTION_COST).sum() for each in rows])
+    tokens = [int(each.sum()) for each in rows]
+    full = costs[: len(rows) // ranks * ranks].reshape(-1, ranks)
     padding = 1 - float(lengths.sum()) / sum(tokens)
-    return Batching(name, len(steps), 1.0, sum(tokens), padding, max(tokens), sum(map(sum, costs)), imbalance(full))
-
-
-def _advice(ways: list[Batching]) -> str:
-    padded, _, cut, filled = ways
-    if padded.padding < LITTLE:
-        return (
-            f"Padding is {padded.padding:.0%} of the padded batches: packing saves little here. Train padded, or group "
-            "examples of similar lengths."
-        )
-    said = (
-        f"Packing leaves {1 - cut.cost:.0%} of the work away, with the same steps and the same loss; passes keep each "
-        f"forward at {cut.largest:,} tokens instead of {padded.largest:,}."
+    return Batching(
+        name, -(-len(rows) // ranks), 1.0, sum(tokens), padding, max(tokens), float(costs.sum()), imbalance(full)
     )
-    if filled.steps != cut.steps:
-        said += f" Rows filled to the budget make {filled.steps:,} steps instead of {cut.steps:,}: another training."
-    return said
 
 
 # --- lengths ---------------------------------------------------------------------------------------------------------

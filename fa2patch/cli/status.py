@@ -22,7 +22,7 @@ from ..upstream.packed_mask import PackedMask
 from .loading import Refused, fake
 from .models import ModelArgument
 from .options import dtype, kernel, takes_model
-from .output import escaped, in_one_line, new_console, print_json, print_table
+from .output import Shown, Table, escaped, in_one_line, print_found
 
 
 @click.command("status")
@@ -43,27 +43,29 @@ def status_command(model: ModelArgument, kernel: str, dtype: torch.dtype | None,
         found = _preview(made, kernel)
     except Fa2PatchError as error:
         raise Refused(model, made, str(error), refused=f"{type(error).__name__}: {error}") from None
-    if as_json:
-        print_json({"checked": model.checked, **found})
-        return
-    console, rows = new_console(), []
-    console.print(
+    found = {"checked": model.checked, **found}
+    print_found(found, as_json, _shown(found))
+
+
+def _shown(found: dict[str, Any]) -> Shown:
+    yield (
         f"[bold]{found['model']}[/bold] ({found['model_type']}, loaded as {found['attn_implementation']}): would be "
         f"patched, and computed in {found['dtype']} on {found['device']}"
     )
+    rows = []
     for _, same in groupby(found["layers"], lambda layer: {**layer, "name": ""}):
         first, *others = same
         name = first["name"] + (f"\n… {others[-1]['name']}" if others else "")
         what = (first["class"], first["seam"], first["replaced"])
         rows.append((name, *what, first["window"] or "-", first["kernel"] or "?"))
-    print_table(console, ("layers", "class", "seam", "replaced", "window", "kernel"), rows)
+    yield Table(("layers", "class", "seam", "replaced", "window", "kernel"), rows)
     for why in dict.fromkeys(layer["why"] for layer in found["layers"] if layer["why"]):
-        console.print(f"Passed over: {escaped(why)}.")
+        yield f"Passed over: {escaped(why)}."
     if found["problem"]:
-        console.print(f"Further layers cannot be told without weights: {escaped(found['problem'])}")
-    console.print(f"Besides: {', '.join(found['besides'])}.")
+        yield f"Further layers cannot be told without weights: {escaped(found['problem'])}"
+    yield f"Besides: {', '.join(found['besides'])}."
     for one in found["added"]:
-        console.print(f"Added by {escaped(one['package'])}: the {one['kind']} {escaped(one['name'])}.")
+        yield f"Added by {escaped(one['package'])}: the {one['kind']} {escaped(one['name'])}."
 
 
 def _preview(model: Model, kernel: str) -> dict[str, Any]:

@@ -10,9 +10,9 @@ import click
 from .. import evidence
 from ..upstream import architectures as registry
 from ..upstream.transformers_names import MODEL_CLASSES, imported
-from .models import MASKED, cannot, did_you_mean, model_type_of, model_types
+from .models import MASKED, config_of, model_types, resolve
 from .options import as_json_option
-from .output import escaped, new_console, print_json, print_table
+from .output import Shown, Table, escaped, print_found
 
 _QUIRKS = {"adjust": "options adjusted", "queries": "queries scaled", "refuse": "some configs refused"}
 _NOT_CHECKED = "not checked"  # the state of every architecture in a version without evidence
@@ -30,31 +30,23 @@ _LEGEND = (
 def architectures_command(model: str | None, as_json: bool) -> None:
     """Show which models of the installed Transformers fa2patch isolates, and which it refuses.
 
-    The list comes from the evidence of the compatibility matrix; the fourteen families are first. With MODEL, a model
-    type such as llama, everything that is known about this one is shown, for all versions.
+    The list comes from the evidence of the compatibility matrix; the fourteen families are first. With MODEL, which is
+    named as in fa2patch status, everything that is known about its model type is shown, for all versions.
     """
     import transformers
 
     version = transformers.__version__
-    found, rest, name = list(_rows(version)), [], model
+    found, rest = list(_rows(version)), []
     if model is None:
         auto: Any = imported(MODEL_CLASSES)
         rest = sorted({*auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES} - {row["model_type"] for row in found})
+        shown = _all_of_them(found, rest, version)
     else:
-        names = [*model_types(), *evidence.by_architecture()]
-        name = model_type_of(model, names)
-        if name is None:
-            raise cannot(f"{model!r} is no model type that is known here.{did_you_mean(model, names)}")
+        asked = resolve(model, known=evidence.by_architecture())
+        name = asked.name if asked.kind == "type" else asked.model_type or config_of(asked).model_type
         found = [row for row in found if _bare(row["model_type"]) == _bare(name)]
-    if as_json:
-        print_json({"transformers": version, "architectures": found, "without_evidence": rest})
-    elif name is None:
-        _show_all(found, rest, version)
-    elif found:
-        for row in found:
-            _show_one(row, version)
-    else:
-        click.echo(_without_evidence(name, version))
+        shown = _one_of_them(found, name, version)
+    print_found({"transformers": version, "architectures": found, "without_evidence": rest}, as_json, shown)
 
 
 def _bare(name: str) -> str:
@@ -102,8 +94,8 @@ def _here(row: dict[str, Any]) -> str:
     return "isolated" if row["state"] == "ok" else f"{row['state']}: {row['reason']}"
 
 
-def _show_all(found: list[dict[str, Any]], rest: list[str], version: str) -> None:
-    console, minors, rows = new_console(), evidence.minors(), []
+def _all_of_them(found: list[dict[str, Any]], rest: list[str], version: str) -> Shown:
+    minors, rows = evidence.minors(), []
     for row in found:
         name = escaped(row["model_type"], "bold" if row["family"] else "")
         does = row["does"] or escaped(_here(row), "yellow")  # only what is isolated has a seam, and something is done
@@ -115,33 +107,33 @@ def _show_all(found: list[dict[str, Any]], rest: list[str], version: str) -> Non
             f"No architecture was checked in this release. The newest one with evidence is {minors[-1]}: what was "
             "found there is shown. fa2patch verify NAME shows what fa2patch does with a model here."
         )
-    console.print(f"[bold]Transformers {version}[/bold]: {summary}")
-    print_table(console, ("model type", "seam", "what is done", "isolated in"), rows)
-    console.print(_LEGEND)
+    yield f"[bold]Transformers {version}[/bold]: {summary}"
+    yield Table(("model type", "seam", "what is done", "isolated in"), rows)
+    yield _LEGEND
     if rest:
-        console.print(
+        yield (
             f"Causal LMs of this Transformers without evidence: {', '.join(rest)}. apply looks at them when it is "
             "called; fa2patch verify NAME shows what it does."
         )
-    console.print("fa2patch architectures NAME shows everything about one of them.")
+    yield "fa2patch architectures NAME shows everything about one of them."
 
 
-def _show_one(row: dict[str, Any], version: str) -> None:
-    console, name = new_console(), row["model_type"]
-    does = f" ({', '.join(row['does'])})" if row["does"] else ""
-    family = ", one of the fourteen families" if row["family"] else ""
-    console.print(f"[bold]{name}[/bold]{family}, in Transformers {version}: {escaped(_here(row))}{does}")
-    for state, found in row["evidence"].items():
-        for what, ranges in found.items():
-            console.print(f"  {ranges}: {escaped(_in_words(state, what))}")
-    if row["state"] == _NOT_CHECKED:
-        console.print(f"fa2patch verify {_bare(name)} shows what fa2patch does with it here.")
-
-
-def _without_evidence(name: str, version: str) -> str:
+def _one_of_them(found: list[dict[str, Any]], name: str, version: str) -> Shown:
+    for row in found:
+        does = f" ({', '.join(row['does'])})" if row["does"] else ""
+        family = ", one of the fourteen families" if row["family"] else ""
+        yield f"[bold]{row['model_type']}[/bold]{family}, in Transformers {version}: {escaped(_here(row))}{does}"
+        for state, ranges_of in row["evidence"].items():
+            for what, ranges in ranges_of.items():
+                yield f"  {ranges}: {escaped(_in_words(state, what))}"
+        if row["state"] == _NOT_CHECKED:
+            yield f"fa2patch verify {_bare(name)} shows what fa2patch does with it here."
+    if found:
+        return
     if states := evidence.by_architecture().get(name):
         there = evidence.ranges_of(evidence.minors_with(states))
-        return f"{name}: the evidence has it in {there} only, and this is Transformers {version}."
+        yield f"{name}: the evidence has it in {there} only, and this is Transformers {version}."
+        return
     why = evidence.evidence()["out of scope"].get(name, "")
     because = f" It is not checked{':' if why.startswith('vision') else ', because it'} {why}." if why else ""
-    return f"{name}: there is no evidence of it.{because} fa2patch verify {name} shows what fa2patch does with it."
+    yield f"{name}: there is no evidence of it.{because} fa2patch verify {name} shows what fa2patch does with it."

@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Union
+from typing import NamedTuple, Union
 
 import click
 import torch
@@ -22,10 +22,7 @@ from ..upstream.find_models import transformers_model
 from .loading import loaded_or_tiny
 from .models import ModelArgument
 from .options import device, dtype, takes_model
-from .output import escaped, in_one_line, new_console, print_json, print_table
-
-if TYPE_CHECKING:
-    from rich.console import Console
+from .output import Shown, Table, escaped, in_one_line, print_found
 
 Found = Union[Verification, str]  # a verification, or the text of the error that kept it from being made
 
@@ -90,24 +87,10 @@ def verify_command(
         if not isinstance(error, Fa2PatchError) and not isinstance(default, str):
             raise
         ours = _as_text(error)
-    if as_json:
-        both = {"alone": default, "alone_without_cache": without, "fa2patch": ours}
-        shown = {
-            key: {"error": it} if isinstance(it, str) else it.to_dict() for key, it in both.items() if it is not None
-        }
-        print_json({"model": name, "checked": model.checked, "ok": is_isolated(ours), **shown, "why": why})
-    else:
-        console, alone = new_console(), f"{name}, Transformers alone"
-        if without is None:
-            _show(console, alone, default)
-        elif without == default:
-            _show(console, f"{alone}, with and without a cache", default)
-        else:
-            _show(console, f"{alone}, with the cache that it makes by default", default)
-            _show(console, f"{alone}, without a cache (use_cache=False)", without)
-        if why:
-            console.print(f"Why they differ: {why}\n", markup=False)
-        _show(console, f"{name}, with fa2patch", ours)
+    both = {"alone": default, "alone_without_cache": without, "fa2patch": ours}
+    shown = {key: {"error": it} if isinstance(it, str) else it.to_dict() for key, it in both.items() if it is not None}
+    found = {"model": name, "checked": model.checked, "ok": is_isolated(ours), **shown, "why": why}
+    print_found(found, as_json, _shown(name, default, without, why, ours))
     sys.exit(0 if is_isolated(ours) else 1)
 
 
@@ -146,9 +129,23 @@ def is_isolated(found: Found | None) -> bool:
     return isinstance(found, Verification) and found.ok
 
 
-def _show(console: Console, title: str, found: Found) -> None:
+def _shown(name: str, default: Found, without: Found | None, why: str, ours: Found) -> Shown:
+    alone = f"{name}, Transformers alone"
+    if without is None:
+        yield from _one(alone, default)
+    elif without == default:
+        yield from _one(f"{alone}, with and without a cache", default)
+    else:
+        yield from _one(f"{alone}, with the cache that it makes by default", default)
+        yield from _one(f"{alone}, without a cache (use_cache=False)", without)
+    if why:
+        yield f"Why they differ: {escaped(why)}\n"
+    yield from _one(f"{name}, with fa2patch", ours)
+
+
+def _one(title: str, found: Found) -> Shown:
     if isinstance(found, str):
-        console.print(f"[bold]{title}[/bold]: {escaped(found, 'yellow')}\n")
+        yield f"[bold]{title}[/bold]: {escaped(found, 'yellow')}\n"
         return
     where = [found.word, "row", "token", "length", *(["continues"] if found.word == "segment" else [])]
     rows = []
@@ -156,11 +153,11 @@ def _show(console: Console, title: str, found: Found) -> None:
         cells = (number, document.row, document.start, document.length, document.parent or "-")[: len(where)]
         moved, gradient = _number(document.moved, found.moved_bound), _number(document.gradient, 0.0)
         rows.append((*cells, moved, gradient, _number(document.distance, found.distance_bound)))
-    console.print(f"[bold]{title}[/bold]: {'[green]isolated[/green]' if found.ok else '[red]NOT ISOLATED[/red]'}")
-    print_table(console, [*where, "changed by others", "gradient to others", "from alone"], rows)
+    yield f"[bold]{title}[/bold]: {'[green]isolated[/green]' if found.ok else '[red]NOT ISOLATED[/red]'}"
+    yield Table([*where, "changed by others", "gradient to others", "from alone"], rows)
     if found.reason:
-        console.print(escaped(found.reason, "red"))
-    console.print()
+        yield escaped(found.reason, "red")
+    yield ""
 
 
 def _number(value: float | None, bound: float) -> str:

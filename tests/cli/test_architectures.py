@@ -2,6 +2,7 @@
 
 import json
 import sys
+from pathlib import Path
 
 import pytest
 import transformers
@@ -14,6 +15,7 @@ from command_line import as_json, on_one_line, output, run
 from fa2patch import evidence
 from fa2patch.kernels import ORDER
 
+OWN_CONFIG = Path(__file__).parents[1] / "own_configs" / "llama_3_1.json"
 MINOR = evidence.minor_of(transformers.__version__)
 
 
@@ -70,7 +72,7 @@ def test_one_of_them_in_a_version_without_evidence(unchecked):
 
 
 def test_one_that_is_new_in_a_version_without_evidence(unchecked, monkeypatch):
-    monkeypatch.setattr("fa2patch.cli.supported.model_types", lambda: ["brand_new"])
+    monkeypatch.setattr("fa2patch.cli.models.model_types", lambda: ["brand_new"])
     assert "brand_new: there is no evidence of it" in output("architectures", "brand_new")
 
 
@@ -79,6 +81,7 @@ def test_one_of_them():
     assert shown.startswith("llama, one of the fourteen families") and "isolated at the seam formula" in shown
     assert "bert:masked" in output("architectures", "bert")
     assert "there is no evidence of it. It is not checked: vision-language" in output("architectures", "gemma3n")
+    assert output("architectures", str(OWN_CONFIG)).splitlines()[:2] == shown.splitlines()[:2]
     wrong = run("architectures", "lama")
     assert wrong.exit_code == 2 and "Did you mean llama" in wrong.output
 

@@ -12,6 +12,7 @@ from click.testing import CliRunner
 
 from fa2patch.cli import commands
 from fa2patch.cli.planning import compared
+from fa2patch.packing import plan
 
 LENGTHS = np.random.default_rng(0).integers(3, 400, 200)
 
@@ -43,7 +44,7 @@ def test_every_format_gives_the_same_numbers(tmp_path: Path, suffix: str) -> Non
 
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_numbers_are_those_of_the_batches(ranks: int) -> None:
-    padded, packed, passes, filled = compared(LENGTHS, 500, 8, ranks)
+    padded, packed, passes, filled = compared(plan(LENGTHS, 500), 8, ranks)
     assert padded.tokens * (1 - padded.padding) == pytest.approx(LENGTHS.sum())
     assert padded.largest <= 8 * LENGTHS.max() and packed.tokens == filled.tokens == LENGTHS.sum()
     assert passes.imbalance <= packed.imbalance + 1e-9
@@ -54,6 +55,7 @@ def test_what_is_printed_has_a_picture_a_table_and_advice(tmp_path: Path) -> Non
     assert done.exit_code == 0 and done.output.count("█") > 100
     said = " ".join(done.output.split())
     assert all(part in said for part in ("mini-batches, in passes", "imbalance", "another training"))
+    assert repr(plan(LENGTHS, 500)) in said
 
 
 def test_little_padding_is_said(tmp_path: Path) -> None:

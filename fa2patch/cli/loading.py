@@ -15,7 +15,7 @@ from ..patch.applying import apply
 from ..upstream.find_models import token_embeddings
 from ..upstream.transformers_names import WITHOUT_INITIALIZATION, imported
 from .models import MASKED, ModelArgument, cannot, compat, config_of, local
-from .output import escaped, in_one_line, new_console, print_json
+from .output import escaped, in_one_line, print_found
 
 RANDOM = "checks a tiny model with random weights."
 # A tiny model stands in for a config.json. Its sizes are not checked.
@@ -31,11 +31,8 @@ class Refused(click.ClickException):
         self.as_json = click.get_current_context().params["as_json"]
 
     def show(self, file: Any = None) -> None:
-        if self.as_json:
-            print_json(self.found)
-        else:
-            name = escaped(self.found["model"], "bold")
-            new_console().print(f"{name}: [yellow]refused[/yellow]: {escaped(self.message)}")
+        name = escaped(self.found["model"], "bold")
+        print_found(self.found, self.as_json, [f"{name}: [yellow]refused[/yellow]: {escaped(self.message)}"])
 
 
 def loaded_or_tiny(found: ModelArgument, dtype: torch.dtype) -> Any:

@@ -13,7 +13,7 @@ from .. import evidence
 from .loading import RANDOM, STANDS_IN
 from .models import cannot, compat, resolve
 from .options import out_file
-from .output import new_console, progress_of, write_file
+from .output import escaped, new_console, progress_of, show, write_file
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -114,10 +114,7 @@ def matrix_command(
         write_file(file, report.as_json(rows, ok) + "\n")
     style = style or ("table" if sys.stdout.isatty() else "markdown")
     if style == "table":
-        console = new_console()
-        console.print(report.table(rows))
-        for line in report.explanations(rows):
-            console.print(line, markup=False)
+        show(new_console(), [report.table(rows), *map(escaped, report.explanations(rows))])
     else:
         click.echo(report.as_json(rows, ok) if style == "json" else report.markdown(rows))
     for complaint in nowhere:

@@ -68,7 +68,8 @@ def cannot(why: str, hint: str = "MODEL") -> click.BadParameter:
 
 
 def resolve(given: str, pretrained: bool = False, hint: str = "MODEL", known: Iterable[str] = ()) -> ModelArgument:
-    # The model types `known` come before those of the installed Transformers.
+    # The model types `known` come before those of the installed Transformers. Commands that have some do not load
+    # weights, and have no --pretrained.
     path = Path(given).expanduser()
     weights = any(any(path.glob(pattern)) for pattern in _WEIGHTS)
     if path.is_file() or (path / "config.json").is_file():
@@ -86,7 +87,7 @@ def resolve(given: str, pretrained: bool = False, hint: str = "MODEL", known: It
         import transformers
 
         here = "a folder without a config.json" if path.is_dir() else "no file or folder here"
-        bare = "" if hint == "--model" else ", or --pretrained for a name without a slash"
+        bare = "" if known else ", or --pretrained for a name without a slash"
         raise cannot(
             f"{given!r} is {here} and no model type of Transformers {transformers.__version__}."
             f"{did_you_mean(given, names)} Expected a config.json, a folder that holds one, a model type (fa2patch "

@@ -19,10 +19,6 @@ if TYPE_CHECKING:
 LEAST = 8
 
 
-def print_json(found: object) -> None:
-    click.echo(json.dumps(found, indent=1))
-
-
 def new_console() -> Console:
     # The console is as wide as the terminal, or COLUMNS wide where there is none.
     from rich.console import Console
@@ -44,7 +40,7 @@ Shown = Iterable[Union[str, Table]]
 def print_found(found: object, as_json: bool, shown: Shown) -> None:
     # `shown` is what a person reads of it; a generator, so that it is made only then.
     if as_json:
-        print_json(found)
+        click.echo(json.dumps(found, indent=1))
     else:
         show(new_console(), shown)
 

@@ -70,7 +70,7 @@ def plan_command(
 
 
 def _shown(filled: Plan, ways: list[Batching], ranks: int) -> Shown:
-    lengths, widest = filled.lengths, min(BAR, new_console().width - BESIDE_BAR)  # none where it is narrow
+    lengths, widest = filled.lengths, min(BAR, new_console().width - BESIDE_BAR)  # no bars where it is narrow
     yield f"{len(lengths):,} examples, {lengths.sum():,} tokens, {lengths.mean():.0f} in each on average"
     edges = np.unique(np.linspace(lengths.min(), lengths.max() + 1, BINS + 1).astype(np.int64))
     counts, _ = np.histogram(lengths, edges)

@@ -83,7 +83,7 @@ def test_one_of_them():
     assert "there is no evidence of it. It is not checked: vision-language" in output("architectures", "gemma3n")
     assert output("architectures", str(OWN_CONFIG)).splitlines()[:2] == shown.splitlines()[:2]
     wrong = run("architectures", "lama")
-    assert wrong.exit_code == 2 and "Did you mean llama" in wrong.output
+    assert wrong.exit_code == 2 and "Did you mean llama" in wrong.output and "--pretrained" not in wrong.output
 
 
 def test_the_file_is_small_and_its_ranges_read_back():

@@ -141,10 +141,8 @@ class Patcher:
             self._patched.append((name, weakref.ref(patch), patch.tally, packs))
             seams = _joined(layer.seam for layer in patch.attention)
             padding = " Padded batches are computed packed, too." if packs else ""
-            self._say_unless_quiet(
-                f"{name} patched: {len(patch.attention)} attention layers, {seams} seam, kernel {patch.kernel}."
-                f"{padding}"
-            )
+            layers = f"{len(patch.attention)} attention layers, {seams} seam, kernel {patch.kernel}"
+            self._say_unless_quiet(f"{name} patched: {layers}.{padding}")
         with contextlib.suppress(NotAModel):  # apply has said why
             self._seen.add(transformers_model(whole))
 

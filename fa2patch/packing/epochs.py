@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .dealing import Floats, dealt
 from .plans import Plan
-from .strategies import Ints, by_key
+from .strategies import Floats, Ints, by_key, dealt, divided
 
 _NONE = np.empty(0, np.int64)
 
@@ -56,7 +55,7 @@ def of_plan(
         return Epoch(indices, _offsets(counts), _NONE, left_out, np.ones(len(counts) // ranks, np.int64))
     parts = _shared_out(np.concatenate(last), plan, costs, ranks) if taken == rest and not ordered else []
     if not parts:
-        parts = _spread(last, costs, taken - rest + ranks)
+        parts = divided(last, costs, taken - rest + ranks)
     again = [parts[number % len(parts)] for number in range(-len(parts) % ranks)]
     ends = [*parts, *again]
     counts = np.concatenate([counts, [len(part) for part in ends]])
@@ -125,18 +124,3 @@ def _shared_out(examples: Ints, plan: Plan, costs: Floats, ranks: int) -> list[I
     if len(examples) < ranks or found.passes > 1:
         return []
     return [examples[found.pass_of == rank] for rank in range(ranks)]
-
-
-def _spread(rows: Sequence[Ints], costs: Floats, into: int) -> list[Ints]:
-    """Divide rows into ``into`` rows, keeping the order, by repeatedly cutting the costliest divisible row in two."""
-    parts = list(rows)
-    while len(parts) < into:
-        divisible = [place for place, part in enumerate(parts) if len(part) > 1]
-        if not divisible:
-            break  # there are fewer examples than that
-        place = max(divisible, key=lambda at: float(costs[parts[at]].sum()))
-        part = parts[place]
-        until = np.cumsum(costs[part])
-        middle = int(np.abs(2 * until[:-1] - until[-1]).argmin()) + 1
-        parts[place : place + 1] = [part[:middle], part[middle:]]
-    return parts

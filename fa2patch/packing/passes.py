@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any, Callable, overload
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
@@ -24,10 +23,8 @@ from .budget import as_lengths, capped, check_budget
 from .dealing import deal, example_costs
 from .plans import plan
 from .samplers import imbalance
-from .strategies import Ints
+from .strategies import Floats, Ints, divided, of_few
 from .streaming import token_count
-
-Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -185,53 +182,31 @@ def passes(
             known; or the shapes of passes are to stand still, and the batch is no packed row.
     """
     shapes = RowShape(pad_to_multiple_of, max_documents, longest_document, check_budget(max_tokens))
-    return of_units(units_of(batch, shapes), max_tokens, too_long, every_rank)
+    return cut_into_passes(as_units(batch, shapes), max_tokens, too_long, every_rank)
 
 
-def of_units(units: Units, max_tokens: int, too_long: str = "error", every_rank: bool = False) -> Passes:
+def cut_into_passes(units: Units, max_tokens: int, too_long: str = "error", every_rank: bool = False) -> Passes:
     try:
         tokens = capped(units.tokens, check_budget(max_tokens), too_long)
     except PackingError as error:
         if every_rank:  # the others wait to be told
             agreed(FAILED, error.message)
         raise
-    if units.padded:
-        found = list(plan(tokens, max_tokens, "sorted", seed=None))
-    else:
-        (found,) = deal(tokens, 1, max_tokens).passes
-        found = found if units.most is None else _of_few(found, tokens, max_tokens, units.most)
+    found = _cut(units, tokens, max_tokens)
     number = agreed(len(found)) if every_rank else len(found)
-    if number > len(found) and (units.padded or units.most is not None):
-        found = _divided(found, number)
-    elif number > len(found):
-        (found,) = deal(tokens, 1, max_tokens, passes=number).passes
+    found = divided(found, tokens, number)
+    found += [np.empty(0, np.int64)] * (number - len(found))
     return Passes(units, [np.sort(each) for each in found])
 
 
-def _of_few(found: Sequence[Ints], tokens: Ints, max_tokens: int, most: int) -> list[Ints]:
-    """Move the shortest units out of passes with more than ``most``: into others with space, or into new ones."""
-    by_size = [row[np.argsort(-tokens[row], kind="stable")].tolist() for row in found]
-    kept, moved = [row[:most] for row in by_size], [unit for row in by_size for unit in row[most:]]
-    spaces = [max_tokens - int(tokens[row].sum()) for row in kept]
-    for unit in sorted(moved, key=lambda unit: -int(tokens[unit])):
-        size = int(tokens[unit])
-        fits = (at for at, row in enumerate(kept) if len(row) < most and spaces[at] >= size)
-        at = next(fits, len(kept))
-        if at == len(kept):
-            kept.append([])
-            spaces.append(max_tokens)
-        kept[at].append(unit)
-        spaces[at] -= size
-    return [np.array(row, np.int64) for row in kept]
-
-
-def _divided(found: Sequence[Ints], number: int) -> list[Ints]:
-    """Divide the passes with the most units until there are so many; some may be empty."""
-    divided = list(found)
-    while len(divided) < number:
-        at = max(range(len(divided)), key=lambda one: len(divided[one]))
-        divided[at : at + 1] = np.array_split(divided[at], 2)
-    return divided
+def _cut(units: Units, tokens: Ints, max_tokens: int) -> list[Ints]:
+    if units.padded:
+        return plan(tokens, max_tokens, "sorted", seed=None).rows
+    (found,) = deal(tokens, 1, max_tokens).passes
+    if units.most is None or max(map(len, found)) <= units.most:
+        return found
+    kept = np.flatnonzero(tokens)
+    return [kept[row] for row in of_few(tokens[kept], max_tokens, units.most)]
 
 
 FAILED = -1  # the number of passes of a rank that refuses its batch
@@ -274,7 +249,7 @@ def _without_labels(batch: Any) -> Any:
 # --- batches as units ------------------------------------------------------------------------------------------------
 
 
-def units_of(batch: Any, shapes: RowShape = PLAIN) -> Units:
+def as_units(batch: Any, shapes: RowShape = PLAIN) -> Units:
     if not isinstance(batch, Mapping):
         return _of_examples(batch, shapes)
     ids = next((batch[name] for name in TOKENS if isinstance(batch.get(name), torch.Tensor)), None)

@@ -1,16 +1,24 @@
-"""Strategies that assign a row to each example, from lengths int32 ``[n]`` to row numbers int32 ``[n]``."""
+"""Which examples share a row, and which rank gets it: best fit, for all that plans, streams, samples and cuts passes.
+
+A strategy goes from lengths int32 ``[n]`` to row numbers int32 ``[n]``.
+"""
 
 from __future__ import annotations
 
+import sys
 from array import array
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
-from heapq import heappop, heappush
-from typing import Callable
+from heapq import heappop, heappush, heapreplace
+from typing import Any, Callable
 
 import numpy as np
 import numpy.typing as npt
 
 Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
 Ints32 = npt.NDArray[np.int32]  # half of int64's memory, and half of the time spent on memory
 Strategy = Callable[[Ints32, int], Ints32]
 
@@ -225,3 +233,205 @@ def _fill(sizes: list[int], counts: list[int], max_tokens: int, first_fit: bool)
                 start, left = start + 1, 0
             keep(space, start, stop)
     return np.array(filled).reshape(-1, 3)
+
+
+# --- examples that arrive --------------------------------------------------------------------------------------------
+
+
+class Waiting:
+    """Examples of a stream that are in no row yet. The keys that name them go up in the order of arrival."""
+
+    def __init__(self) -> None:
+        self._by_arrival: dict[tuple[int, int], tuple[Any, int]] = {}  # (number of the example, start of the piece)
+        self._by_length: list[tuple[int, int, int]] = []  # (tokens, *-key): of equal lengths, the oldest one is last
+
+    def __len__(self) -> int:
+        return len(self._by_length)
+
+    @property
+    def oldest(self) -> int:
+        return next(iter(self._by_arrival), (sys.maxsize, 0))[0]
+
+    def keys(self) -> list[tuple[int, int]]:
+        return list(self._by_arrival)
+
+    def add(self, key: tuple[int, int], example: Any, tokens: int) -> None:
+        self._by_arrival[key] = example, tokens
+        insort(self._by_length, (tokens, -key[0], -key[1]))
+
+    def row(self, max_tokens: int) -> tuple[list[Any], int]:
+        """A row of the oldest example and then, repeatedly, the longest one that fits; and its tokens."""
+        oldest = next(iter(self._by_arrival))
+        found, space = [], max_tokens
+        place = bisect_left(self._by_length, (self._by_arrival[oldest][1], -oldest[0], -oldest[1]))
+        while place >= 0:
+            tokens, number, start = self._by_length.pop(place)
+            found.append(self._by_arrival.pop((-number, -start))[0])
+            space -= tokens
+            place = bisect_right(self._by_length, (space, 1)) - 1
+        return found, max_tokens - space
+
+    def rest(self, max_tokens: int) -> list[tuple[list[Any], int]]:
+        """The rows of all waiting examples, by their oldest example; and their tokens."""
+        waiting = list(self._by_arrival.values())
+        row_of = fewest_rows(np.array([tokens for _, tokens in waiting], np.int32), max_tokens)
+        rows = parted(np.arange(len(waiting)), row_of)
+        by_oldest = [[waiting[index] for index in row] for row in sorted(rows, key=lambda row: int(row[0]))]
+        return [([example for example, _ in row], sum(tokens for _, tokens in row)) for row in by_oldest]
+
+
+# --- examples to ranks, and rows to more rows ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Dealt:
+    pass_of: Ints  # ``rank * passes + k`` for each example
+    passes: int  # of each rank
+    order: Ints  # of the examples in a rank's batch
+
+
+def dealt(sizes: Ints, costs: Floats, ranks: int, max_tokens: int, passes: int | None = None) -> Dealt:
+    # _greedily is tried first, with the fewest passes that hold all tokens. It may not fill passes to the last token.
+    # Then there are as many as the rows of fewest_rows need, if need be with these rows. More than ``passes`` are
+    # returned if those are not enough.
+    by_cost = np.argsort(-costs, kind="stable")  # sizes are in descending order, too
+    number = max(1, -(-int(sizes.sum()) // (ranks * max_tokens))) if passes is None else passes
+    pass_of = _greedily(by_cost, sizes, costs, ranks, number, max_tokens)
+    if pass_of is None and ranks == 1 and passes is not None:  # what was dealt as rows is in the order of its passes
+        in_turn = in_order(sizes.astype(np.int32), max_tokens).astype(np.int64)
+        pass_of = in_turn if in_turn[-1] < passes else None
+    if pass_of is None:
+        rows = fewest_rows(sizes.astype(np.int32), max_tokens)
+        needed = -(-(int(rows.max()) + 1) // ranks)
+        if needed > number:
+            pass_of = _greedily(by_cost, sizes, costs, ranks, needed, max_tokens)
+        number = max(needed, number)
+        if pass_of is None:
+            every = _settled(rows.astype(np.int64), by_cost, costs, 1, ranks * number)
+            return _by_rows(every, sizes, costs, ranks, number, max_tokens)
+    pass_of = _levelled(pass_of, sizes, costs, ranks, number, max_tokens)
+    return Dealt(_settled(pass_of, by_cost, costs, ranks, number), number, np.arange(len(sizes)))
+
+
+def _greedily(
+    by_cost: Ints, sizes: Ints, costs: Floats, ranks: int, passes: int, max_tokens: int, most: int | None = None
+) -> Ints | None:
+    # The costliest example comes first. It goes to the rank with the lowest cost so far that has space for it, and
+    # there into the fullest pass that has space. The passes of a rank depend on its own examples alone, so that the
+    # rank makes the same passes of them without the other ranks. No pass gets more than ``most`` examples.
+    spaces = [[(max_tokens, each) for each in range(passes)] for _ in range(ranks)]  # in ascending order
+    cheapest = [(0.0, rank) for rank in range(ranks)]
+    full: list[tuple[int, float, int]] = []  # ranks without space for this size, the one with the most space first
+    counts, pass_of = [0] * (ranks * passes), []
+    for size, cost in zip(sizes[by_cost].tolist(), costs[by_cost].tolist()):
+        while full and -full[0][0] >= size:
+            heappush(cheapest, heappop(full)[1:])
+        while cheapest and spaces[cheapest[0][1]][-1][0] < size:
+            load, rank = heappop(cheapest)
+            heappush(full, (-spaces[rank][-1][0], load, rank))
+        if not cheapest:
+            return None
+        load, rank = cheapest[0]
+        heapreplace(cheapest, (load + cost, rank))
+        space, number = spaces[rank].pop(bisect_left(spaces[rank], (size,)))
+        at = rank * passes + number
+        counts[at] += 1
+        insort(spaces[rank], (space - size if counts[at] != most else -1, number))  # nothing fits into a space of -1
+        pass_of.append(at)
+    found = np.empty(len(sizes), np.int64)
+    found[by_cost] = pass_of
+    return found
+
+
+def _levelled(pass_of: Ints, sizes: Ints, costs: Floats, ranks: int, passes: int, max_tokens: int) -> Ints:
+    """Exchange examples between the costliest and the cheapest rank until the costliest is near the mean."""
+    # Ranks of a few examples differ by some percent without this.
+    loads = np.bincount(pass_of // passes, costs, ranks)
+    mean, batches = loads.mean(), None
+    for _ in range(2 * ranks):
+        high, low = int(loads.argmax()), int(loads.argmin())
+        if (loads[high] - mean) * ENOUGH <= mean:
+            break
+        batches = batches or parted(np.arange(len(sizes)), pass_of // passes, ranks)
+        more, less, excess = batches[high], batches[low], loads[high] - loads[low]
+        # An example goes to the cheapest rank, and none or one comes back, such that both cost nearly the same.
+        saved = costs[more][:, None] - np.append(costs[less], 0)
+        away, back = divmod(int(np.abs(saved - excess / 2).argmin()), len(less) + 1)
+        if not 0 < saved[away, back] < excess:
+            break
+        taken = slice(back, back + 1)  # it is empty if no example comes back
+        more, less = np.append(np.delete(more, away), less[taken]), np.append(np.delete(less, taken), more[away])
+        changed = np.sort(more), np.sort(less)
+        cuts = [cut for batch in changed if (cut := _cut(sizes[batch], costs[batch], passes, max_tokens)) is not None]
+        if len(cuts) < 2:
+            break
+        for rank, batch, cut in zip((high, low), changed, cuts):
+            batches[rank], loads[rank], pass_of[batch] = batch, costs[batch].sum(), cut + rank * passes
+    return pass_of
+
+
+def _cut(sizes: Ints, costs: Floats, passes: int, max_tokens: int) -> Ints | None:
+    if passes == 1:
+        return np.zeros(len(sizes), np.int64) if int(sizes.sum()) <= max_tokens else None
+    return _greedily(np.argsort(-costs, kind="stable"), sizes, costs, 1, passes, max_tokens)
+
+
+def _settled(pass_of: Ints, by_cost: Ints, costs: Floats, ranks: int, passes: int) -> Ints:
+    """Give every pass an example where a rank has enough of them, and number a rank's passes, costliest first."""
+    if passes == 1:
+        return pass_of
+    counts = np.bincount(pass_of, minlength=ranks * passes).reshape(ranks, passes)
+    for rank, empty in np.argwhere(counts == 0).tolist():
+        # A pass without an example gets the shortest one of the rank's pass that holds the most.
+        most = int(counts[rank].argmax())
+        if counts[rank, most] > 1:
+            last = by_cost[np.flatnonzero(pass_of[by_cost] == rank * passes + most)[-1]]
+            pass_of[last] = rank * passes + empty
+            counts[rank, [most, empty]] += (-1, 1)
+    of_passes = np.bincount(pass_of, costs, ranks * passes).reshape(ranks, passes)
+    place = np.argsort(np.argsort(-of_passes, axis=1, kind="stable"), axis=1)
+    return place.ravel()[pass_of] + pass_of // passes * passes
+
+
+def _by_rows(rows: Ints, sizes: Ints, costs: Floats, ranks: int, passes: int, max_tokens: int) -> Dealt:
+    # Rows come costliest first. Neighbours are the k-th passes of the ranks, and the costliest of them goes to the rank
+    # with the least so far.
+    of_rows = np.bincount(rows, costs, ranks * passes).reshape(passes, ranks)
+    load, new = np.zeros(ranks), np.empty((passes, ranks), np.int64)
+    for number, alike in enumerate(of_rows):
+        cheapest = np.argsort(load, kind="stable")
+        new[number] = cheapest * passes + number
+        load[cheapest] += alike
+    pass_of = new.ravel()[rows]
+    order = np.argsort(pass_of, kind="stable")
+    # A rank may not find these rows again in its batch, so it cuts the batch in order, in which they follow each other.
+    for rank, batch in enumerate(parted(order, pass_of // passes, ranks)):
+        pass_of[batch] = dealt(sizes[batch], costs[batch], 1, max_tokens, passes).pass_of + rank * passes
+    return Dealt(pass_of, passes, order)
+
+
+def parted(order: Ints, part_of: Ints | Ints32, parts: int = 0) -> list[Ints]:
+    of_parts = order[np.argsort(part_of[order], kind="stable")]
+    return np.split(of_parts, np.cumsum(np.bincount(part_of, minlength=parts)))[:-1]
+
+
+def of_few(sizes: Ints, max_tokens: int, most: int) -> list[Ints]:
+    """Rows of at most so many examples, by best fit."""
+    by_size = np.argsort(-sizes, kind="stable")
+    row_of = _greedily(by_size, sizes, sizes.astype(np.float64), 1, len(sizes), max_tokens, most)
+    assert row_of is not None, "there are as many rows as examples"
+    return parted(by_size, row_of)
+
+
+def divided(rows: Sequence[Ints], costs: Floats | Ints, number: int) -> list[Ints]:
+    """Cut the costliest row of several examples in two, in its order, until there are so many; if there can be."""
+    parts = list(rows)
+    while len(parts) < number:
+        divisible = [place for place, part in enumerate(parts) if len(part) > 1]
+        if not divisible:
+            break
+        place = max(divisible, key=lambda at: float(costs[parts[at]].sum()))
+        until = np.cumsum(costs[parts[place]])
+        middle = int(np.abs(2 * until[:-1] - until[-1]).argmin()) + 1
+        parts[place : place + 1] = np.split(parts[place], [middle])
+    return parts

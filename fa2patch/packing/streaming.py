@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any
@@ -14,8 +13,8 @@ from torch.utils.data import IterableDataset
 
 from ..errors import PackingError
 from .budget import as_lengths, check_budget, check_policy, cut, cut_out
-from .plans import plan
-from .reading import START, Place, Reader, Source, StreamPart, check_ranks, this_part, this_rank
+from .strategies import Waiting
+from .stream_reader import START, Place, Reader, Source, StreamPart, check_ranks, this_part, this_rank
 
 
 def token_count(example: Any) -> int:
@@ -192,7 +191,7 @@ class _Iteration:
         every = max(self._stream.buffer, 100)  # a state of the examples may be long, and takes time to make
         self._reader = Reader(self._stream._source, self._part, every, place)
         self._arriving = iter(self._reader)
-        self._waiting = _Waiting()
+        self._waiting = Waiting()
 
     def _resume(self, state: Mapping[str, Any]) -> None:
         if list(state["part"]) != self._part.number:
@@ -257,53 +256,6 @@ _OTHER_EXAMPLES = (
     "the examples are not those that the state belongs to: of the {0} that were read before it, some are missing or "
     "others. Pass the same examples in the same order (the same files, seed and epoch), or start a new epoch."
 )
-
-
-class _Waiting:
-    """Examples that are in no row yet, indexed by arrival and by length. A key names one of them."""
-
-    def __init__(self) -> None:
-        self._by_arrival: dict[int, tuple[tuple[int, int], Any, int]] = {}
-        self._by_length: list[tuple[int, int]] = []  # (tokens, -arrival): of equal lengths, the oldest example is last
-        self._arrived = 0
-
-    def __len__(self) -> int:
-        return len(self._by_length)
-
-    @property
-    def oldest(self) -> int:
-        return next(iter(self._by_arrival.values()))[0][0] if self._by_arrival else sys.maxsize
-
-    def keys(self) -> list[tuple[int, int]]:
-        # A key is (number of the example, start of the piece). The keys are in the order of arrival.
-        return [key for key, _, _ in self._by_arrival.values()]
-
-    def add(self, key: tuple[int, int], example: Any, tokens: int) -> None:
-        self._by_arrival[self._arrived] = key, example, tokens
-        insort(self._by_length, (tokens, -self._arrived))
-        self._arrived += 1
-
-    def row(self, max_tokens: int) -> tuple[list[Any], int]:
-        """A row of the oldest example and then, repeatedly, the longest one that fits; and its tokens."""
-        oldest = next(iter(self._by_arrival))
-        found, space = [], max_tokens
-        place = bisect_left(self._by_length, (self._by_arrival[oldest][2], -oldest))
-        while place >= 0:
-            tokens, arrival = self._by_length.pop(place)
-            found.append(self._by_arrival.pop(-arrival)[1])
-            space -= tokens
-            place = bisect_right(self._by_length, (space, 1)) - 1
-        return found, max_tokens - space
-
-    def rest(self, max_tokens: int) -> list[tuple[list[Any], int]]:
-        """The rows that ``plan`` makes of all waiting examples, by their oldest example; and their tokens."""
-        waiting = [*self._by_arrival.values()]
-        planned = plan([tokens for _, _, tokens in waiting], max_tokens, seed=None)
-        rows = [
-            ([waiting[index][1] for index in row.tolist()], int(row[0]), tokens)
-            for row, tokens in zip(planned, planned.tokens.tolist())
-        ]
-        return [(row, tokens) for row, _, tokens in sorted(rows, key=lambda row: row[1])]
 
 
 def stream(

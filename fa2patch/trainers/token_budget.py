@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from .._torch import eagerly
 from ..documents.row_shape import PLAIN, RowShape
 from ..errors import Fa2PatchError
-from ..packing.passes import Counts, Passes, of_units, units_of
+from ..packing.passes import Counts, Passes, as_units, cut_into_passes
 from ..patch.applying import budget_of, status
 from ..patch.model_plan import ModelPlan
 from ..patch.state import Patch
@@ -158,8 +158,8 @@ class TokenBudget:
             with self._without_budget(), self.trainer.compute_loss_context_manager():
                 return compute(copy.copy(batch))  # a copy, because trainers take labels out of what they are given
 
-        units = units_of(inputs, self.shapes)
-        passes = of_units(units, self.max_tokens, self.too_long, every_rank=True)
+        units = as_units(inputs, self.shapes)
+        passes = cut_into_passes(units, self.max_tokens, self.too_long, every_rank=True)
         if self.why_exact is None:
             with eagerly(), self._accumulating(model):  # a compiled graph says nothing of what is in it
                 if known_losses.factor_of_sum(loss(passes[0])) is None:

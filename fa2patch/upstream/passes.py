@@ -25,7 +25,7 @@ from ..documents.names import LENGTHS, MEDIA, PARENTS
 from ..documents.row_shape import PLAIN, RowShape
 from ..errors import OverBudget
 from ..packing.budget import PASSES, check_budget, check_policy
-from ..packing.passes import Counts, Units, agreed, of_units
+from ..packing.passes import Counts, Units, agreed, cut_into_passes
 from . import attached, caches
 from .find_models import is_sharded
 from .forward import prepare, thread
@@ -152,7 +152,7 @@ def _cut(boundaries: Boundaries, budget: Budget, together: bool) -> list[Pass]:
     sizes = np.array([sum(unit.lengths) for unit in units], np.int64)
     shapes = budget.shapes
     of = Units(sizes, None, lambda chosen: None, shapes=shapes, most=shapes.max_documents)
-    rows = of_units(of, budget.max_tokens, budget.too_long, every_rank=together).units
+    rows = cut_into_passes(of, budget.max_tokens, budget.too_long, every_rank=together).units
     smallest = [int(sizes.argmin())]  # for a pass that is there for other ranks: nothing reads what it computes
     return [_pass([units[at] for at in (row.tolist() or smallest)], boundaries, shapes) for row in rows]
 

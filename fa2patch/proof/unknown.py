@@ -41,7 +41,7 @@ _OF_SHAPE = tuple(kind for kind in (_nn.LayerNorm, getattr(_nn, "RMSNorm", None)
 
 _NO_FUNCTIONS = {MARK, ROLE, PADDING, "forward"}  # attributes that are ours, and the one that _forwards gives
 
-_OUR_HOOKS = (hooks.before_other_code, hooks.after_other_code, forward.runs)
+_OUR_HOOKS = (hooks.before_other_code, hooks.after_other_code, forward.record_run)
 _of_class, _code_of = attrgetter("forward", "__call__"), attrgetter("__code__")
 
 

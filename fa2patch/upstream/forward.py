@@ -36,36 +36,40 @@ from .seams import document
 from .step import MARK, PADDING, ROLE, Patched, Step
 from .ulysses import row_part
 
+# What a thread remembers of the forwards that it is in. It is compared with; boundaries never travel through it.
+
+
+class _Thread(threading.local):
+    times = 0  # how often a base model's patched forward was entered
+    ran: set[int] | None = None  # the ids of the modules that have run, if that is recorded
+    proves = False  # a proof runs the model, so that its batch is no user's
+
+    def __init__(self) -> None:
+        # (patch, position_ids, attention_mask) of each dense batch that is being computed, the outermost first
+        self.inside: list[Any] = []
+        # the patches of calls that a forward without argument names is computing
+        self.unnamed: list[Patched] = []
+
+
+thread = _Thread()
+
+
+@contextlib.contextmanager
+def proof() -> Iterator[None]:
+    """Run models in order to prove something: inside, no batch is examined or cut into passes."""
+    before, thread.proves = thread.proves, True
+    try:
+        yield
+    finally:
+        thread.proves = before
+
+
 # 1. Our forward names the arguments of a call, and takes it through the steps
 
 
 def entered(original: Function) -> Function:
     """Return the replacement for a model's ``forward``. It also accepts collator lengths that the original rejects."""
     calls = Calls(original)
-
-    def marked(self: Any, args: Args, kwargs: Call) -> Any:
-        patch, role = self.__dict__[MARK], self.__dict__[ROLE]
-        call = calls.named(args, kwargs)
-        if call is None:
-            return _without_names(patch, role, original, self, args, kwargs)
-        tokens = call.get("input_ids")
-        piece = getattr(call.get("inputs_embeds") if tokens is None else tokens, attached.POOLED, None)
-        if piece is not None:  # a head's own forward computes the tokens that it pools
-            if not role.innermost:  # through super(), in a class patched for another model
-                return original(self, *args, **kwargs)
-            piece.delivered = True
-            call = {**call, **piece.content.whole}
-        step = Step(self, patch, role, calls, args, call)
-        if role.innermost and not step.captured:
-            thread.times += 1
-        recognise(step)
-        budget = patch.budget
-        output = prepare(step)(step, step.mask) if budget is None else budget.computed(step)
-        for trait, found in patch.after:
-            output = trait.after(step, found, output)
-        output = heads.after(step, output)
-        output = output if step.weighted is None else labels.after(step, step.weighted, output)
-        return output if piece is None else piece.content.pooled(output)
 
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -75,8 +79,35 @@ def entered(original: Function) -> Function:
             return original(self, *args, **kwargs)
         padding = self.__dict__.get(PADDING)
         if padding is None:
-            return marked(self, args, kwargs)
-        return padding.computed(marked, self, args, kwargs, calls.positional or ["input_ids"])
+            return patched(self, args, kwargs)
+        return padding.computed(patched, self, args, kwargs, calls.positional or ["input_ids"])
+
+    def patched(self: Any, args: Args, kwargs: Call) -> Any:
+        patch, role = self.__dict__[MARK], self.__dict__[ROLE]
+        call = calls.named(args, kwargs)
+        if call is None:
+            return _without_names(patch, role, original, self, args, kwargs)
+        tokens = call.get("input_ids")
+        pooled = getattr(call.get("inputs_embeds") if tokens is None else tokens, attached.POOLED, None)
+        if pooled is not None:  # a head has cut the batch down to the tokens that it pools: the whole one is computed
+            if not role.innermost:  # a forward that a subclass of the head calls as super().forward
+                return original(self, *args, **kwargs)
+            pooled.delivered = True
+            call = {**call, **pooled.content.whole}
+        step = Step(self, patch, role, calls, args, call)
+        if role.innermost and not step.captured:
+            thread.times += 1
+        recognise(step)
+        if patch.budget is None:
+            compute = prepare(step)
+            output = compute(step, step.mask)
+        else:
+            output = patch.budget.computed(step)  # in passes (passes.py), each of which is prepared
+        for trait, found in patch.after:
+            output = trait.after(step, found, output)
+        output = heads.after(step, output)
+        output = output if step.weighted is None else labels.after(step, step.weighted, output)
+        return output if pooled is None else pooled.content.pooled(output)
 
     other_code.ours(forward)
     if not calls.takes("position_ids"):  # OPT up to 4.45; Trainer drops columns that the signature lacks
@@ -138,10 +169,10 @@ def recognise(step: Step) -> None:
 
 
 def _made(step: Step, shape: tuple[int, int], first: bool) -> PackedMask | None:
-    # `first` says that no outer model has looked: then a packed batch may be refused if a foreign forward led it here.
+    # `first` says that no outer model has looked: then a packed batch may be refused if other code's forward led here.
     patch, around, innermost = step.patch, step.role.outermost, step.role.innermost
-    # A collator's padding is a document already. What it says of it, [batch, length] with 0 in the padding, becomes the
-    # mask that router losses weigh tokens by.
+    # Padding that a collator of fa2patch has made is a document. `real_tokens` mark it, [batch, length] with 0 in the
+    # padding, and become the mask that router losses weigh tokens by.
     real = step.call.pop(REAL, None)
     if real is not None and not (isinstance(real, torch.Tensor) and real.shape == shape):
         raise BadBatch(
@@ -163,15 +194,16 @@ def _made(step: Step, shape: tuple[int, int], first: bool) -> PackedMask | None:
     # DistilBERT takes no position_ids up to 4.57 and raises for them. So its row is packed, also one of a single
     # document, as an epoch's last batch may be. A call with a cache cannot be packed: upstream raises its own error.
     always = not step.calls.takes_ids and call.get("position_ids") is not None and not caches.held(call)
-    as_given = {**call}  # for a proof, which runs it again: position ids that are made below may seem to restart
+    for_proof = {**call}  # a proof runs it again, and position ids that are made below may seem to restart
     made = packed_mask_of(call, patch, made_inside, training, part, may_be_packed=one_per_token, always=always)
     if made is not None:
         if first and not step.by_hook:
-            _refuse_unprepared(step, as_given)
+            _refuse_unprepared(step, for_proof)
         if real is not None:
             given = call.get(MASK)  # zeros and ones, as packed_mask_of leaves it
-            made.real = as_given[REAL] = real = real if given is None else given * real.to(given)
-        patch.examine(step.module, as_given, made)
+            real = real if given is None else given * real.to(given)
+            made.real = for_proof[REAL] = real
+        patch.examine(step.module, for_proof, made)
         call.pop(PARENTS, None)  # it means nothing to upstream's **kwargs
         if real is not None and step.calls.takes(MASK):
             call[MASK] = real
@@ -181,10 +213,10 @@ def _made(step: Step, shape: tuple[int, int], first: bool) -> PackedMask | None:
 
 
 def _refuse_unprepared(step: Step, call: Call) -> None:
-    # A foreign forward of the outermost model may have led here past what prepares its labels.
+    # A forward of other code on the outermost model may have led here past what prepares its labels.
     patch, outermost = step.patch, step.role.outermost
     around = step.module if outermost else patch.model
-    led_here = not other_code.on_top(around) or not (step.captured or patch not in thread.unnamed)
+    led_here = not other_code.on_top(around) or (not step.captured and patch in thread.unnamed)
     # The labels around a padded batch that is computed packed are padded, and none of them crosses documents.
     if led_here and outermost != step.role.innermost and not thread.proves:
         padded = getattr(call.get("position_ids"), attached.PADDING, None) is not None
@@ -203,6 +235,13 @@ def _was_found_dense(step: Step) -> bool:
     return bool(around) and (isinstance(mask, dict) or is_for_queries(mask))  # flash's are [batch, length]: Gemma 3
 
 
+def found_around(step: Step) -> list[tuple[Any, Any]]:
+    # (position_ids, attention_mask) of each dense batch that an outer model of this patch is computing
+    if step.captured or not thread.inside:
+        return []
+    return [(ids, mask) for patch, ids, mask in thread.inside if patch is step.patch]
+
+
 # 3. Labels, heads, positions and traits change the call
 
 
@@ -219,44 +258,14 @@ def prepare(step: Step) -> Callable[[Step, Any], Any]:
     for trait, found in step.patch.before:
         trait.before(step, found)
     if step.mask is None:
-        return _dense
-    return _handed if step.was_passed else _placed if step.passes else _sent_inside
+        return _call_dense
+    return _call_with_mask if step.was_passed else _call_with_mask_checked if step.passes else _call_with_mask_attached
 
 
 # 4. A dense batch is computed as without fa2patch
 
 
-SAY_AFTER = 16  # training batches without document information, then a warning
-
-
-class _Thread(threading.local):
-    # The state of this thread is used for comparisons only. It carries no boundaries.
-
-    times = 0  # how often a base model's patched forward was entered
-    ran: set[int] | None = None  # the ids of the modules that have run, if that is recorded
-    proves = False  # a proof runs the model, so that its batch is no user's
-
-    def __init__(self) -> None:
-        # (patch, position_ids, attention_mask) of each dense batch that is being computed, the outermost first
-        self.inside: list[Any] = []
-        # the patches of calls that a forward without argument names is computing
-        self.unnamed: list[Patched] = []
-
-
-thread = _Thread()
-
-
-@contextlib.contextmanager
-def proof() -> Iterator[None]:
-    """Run models in order to prove something: inside, no batch is examined or cut into passes."""
-    before, thread.proves = thread.proves, True
-    try:
-        yield
-    finally:
-        thread.proves = before
-
-
-def _dense(step: Step, mask: None = None) -> Any:
+def _call_dense(step: Step, mask: None = None) -> Any:
     if step.captured:
         if _says_nothing(step):
             _warn_of_graph(step.patch.number)
@@ -281,93 +290,64 @@ def _dense(step: Step, mask: None = None) -> Any:
     return output
 
 
-def found_around(step: Step) -> list[tuple[Any, Any]]:
-    # (position_ids, attention_mask) of each dense batch that an outer model of this patch is computing
-    if step.captured or not thread.inside:
-        return []
-    return [(ids, mask) for patch, ids, mask in thread.inside if patch is step.patch]
-
-
 def _runs_eagerly(model: Model) -> bool:
     # A base model that is compiled by itself counts no entries.
     own = ("forward", "_orig_mod", "_compiled_call_impl")
     return not any(vars(base).get(name) or base._modules.get(name) for base in models(model)[1:] for name in own)
 
 
-def _count_unpacked(step: Step) -> None:
-    # Joined rows without document information look the same as plain ones, so a warning is given once.
-    patch = step.patch
-    if not (step.module.training and torch.is_grad_enabled()):
-        return
-    if not _says_nothing(step):
-        _notice_overwritten(step)
-    elif patch.unpacked is not None:
-        patch.unpacked += 1
-        if patch.unpacked == SAY_AFTER:
-            warn_unpacked(patch, f"{SAY_AFTER} training batches have come and none said")
-
-
-def _says_nothing(step: Step) -> bool:
-    training = step.module.training and torch.is_grad_enabled()
-    return training and not passed(step.call, ("position_ids", *LENGTHS))
-
-
-def _notice_overwritten(step: Step) -> None:
-    # Something may have written an arange over the ids of a packed row. Two signs: its labels start several times, or
-    # earlier batches came with lengths. Reading labels waits for the device, so it is done in a few rows only.
-    patch, call, labels = step.patch, step.call, [*passed(step.call, LABELS).values()]
-    if not patch.may_be_overwritten or patch.facts.padded or passed(call, LENGTHS) or caches.held(call):
-        return
-    if batch_shape(call)[0][0] > 1:
-        return
-    if patch.stated:
-        _warn_overwritten(patch, "earlier batches came with their documents' lengths and this one has none")
-    elif patch.unpacked is not None and labels and labels[0].shape[:1] == (1,) and labels[0].dim() == 2:
-        patch.may_be_overwritten -= 1
-        learned = labels[0][0] != IGNORED_LABEL
-        if bool(learned[:1].sum() + (learned[1:] & ~learned[:-1]).sum() > 1):
-            _warn_overwritten(patch, "its labels start several times, as those of several documents do")
-
-
-@constant
-def _warn_of_graph(number: str) -> bool:
-    # A graph cannot count batches: a count that it reads would make a new graph for every batch. So the warning comes
-    # with the first graph for training batches without document information. A constant of a graph needs a value, so
-    # False is returned.
-    patch: Patched = numbered(number)
-    if patch.unpacked is not None:
-        warn_unpacked(patch, "a graph was compiled for training batches that do not say")
-    return False
-
-
-def _warn_overwritten(patch: Patched, seen: str) -> None:
-    patch.may_be_overwritten = 0
-    warnings.warn(
-        f"the position_ids of a training row count on from its first token to its last, and {seen}. If documents were "
-        "joined in this row and something has written an arange over their ids, they attend to each other. Pass "
-        "position_ids that restart in each document, or cu_seq_lens_q; if the row is one document, nothing is wrong.",
-        NothingPacked,
-        stacklevel=2,
-    )
-
-
-def warn_unpacked(patch: Patched, seen: str) -> None:
-    # `seen` is the beginning of the text.
-    patch.unpacked = None
-    warnings.warn(
-        f"fa2patch.apply(model) is on, but {seen} where documents "
-        "start (position_ids, cu_seq_lens_*, seq_idx). If examples were joined in these rows (TRL up to 0.19 does "
-        "so: packing=True, and padding_free=True without flash attention), they attend to each other. Collate with "
-        "fa2patch.DataCollatorWithFlattening; fa2patch.verify(model, batch=batch) says what a batch holds.",
-        NothingPacked,
-        stacklevel=2,
-    )
-
-
 # 5. A packed mask takes the place of attention_mask, or is sent to the model inside
 
 
-def _handed(step: Step, mask: PackedMask) -> Any:
+def _call_with_mask_checked(step: Step, mask: PackedMask) -> Any:
+    # Not every layer runs in each forward (layerdrop). Hooks tell which blocks ran, and hooks everywhere would take
+    # time in every model. So they are used only once a forward has missed a layer; that forward is repeated with hooks.
+    step.patch.unpacked = None
+    step.call[step.patch.facts.carrier] = mask
+    if not step.calls.takes_ids:
+        del step.call["position_ids"]
+    if step.captured or not step.patch.skips:
+        output = _call_explained(step, mask)
+        if not _misses(step, mask, None):
+            return output
+        if step.captured:
+            _refuse_missed(step, mask, None)
+        step.patch.skips = True
+        mask.calls.clear()
+        del output
+    ran: set[int] = set()
+    with contextlib.ExitStack() as stack:
+        for module in {module for layer in step.patch.attention for module in _inside_block(step, layer)}:
+            stack.callback(module.register_forward_pre_hook(record_run).remove)
+        stack.callback(setattr, thread, "ran", thread.ran)
+        thread.ran = ran
+        output = _call_explained(step, mask)
+    if _misses(step, mask, ran):
+        _refuse_missed(step, mask, ran)
+    return output
+
+
+def _call_explained(step: Step, mask: PackedMask) -> Any:
+    try:
+        output = _call_with_mask(step, mask)
+    except TypeError as error:
+        if PackedMask.__name__ not in str(error):
+            raise
+        raise PackingNotIsolated(
+            f"{type(step.module).__name__} used the mask of a packed batch in a way that fa2patch does not know, or a "
+            f"layer of it is not patched any more ({error}). See fa2patch.status(model).layers; please report it."
+        ) from error
+    except Exception as error:
+        if step.role.pools and not is_no_verdict(error):  # upstream may fail where the attached batch was lost
+            _require_delivered(step)
+            heads.refuse_failed_hooks(step.module, models(step.module)[-1], error)
+        raise
+    if step.pieces:
+        _require_delivered(step)
+    return output
+
+
+def _call_with_mask(step: Step, mask: PackedMask) -> Any:
     if step.was_passed and step.call.get("position_ids") is None and "position_ids" in step.calls.names:
         step.call["position_ids"] = mask.position_ids
     if step.role.innermost:  # its layers read the mask, and Cohere's in 4.47 raise where lengths are handed on
@@ -378,32 +358,12 @@ def _handed(step: Step, mask: PackedMask) -> Any:
     return step.calls.make(step.module, step.args, step.call)
 
 
-def _sent_inside(step: Step, mask: PackedMask) -> Any:
+def _call_with_mask_attached(step: Step, mask: PackedMask) -> Any:
     step.attach("position_ids", attached.Piece(attached.MASK, mask))
     for name in step.role.rejected:  # **kwargs of a subclass may hand them to a super().forward that takes none
         step.call.pop(name, None)
     output = step.calls.make(step.module, step.args, step.call)
     _require_delivered(step)
-    return output
-
-
-def _with_mask(step: Step, mask: PackedMask) -> Any:
-    try:
-        output = _handed(step, mask)
-    except TypeError as error:
-        if PackedMask.__name__ not in str(error):
-            raise
-        raise PackingNotIsolated(
-            f"{type(step.module).__name__} used the mask of a packed batch in a way that fa2patch does not know, or a "
-            f"layer of it is not patched any more ({error}). See fa2patch.status(model).layers; please report it."
-        ) from error
-    except Exception as error:
-        if step.role.pools and not is_no_verdict(error):  # upstream may fail on input ids that lost the packed row
-            _require_delivered(step)
-            heads.refuse_failed_hooks(step.module, models(step.module)[-1], error)
-        raise
-    if step.pieces:
-        _require_delivered(step)
     return output
 
 
@@ -424,42 +384,14 @@ def _require_delivered(step: Step) -> None:
 # 6. The layers that ran must have been given it
 
 
-def _placed(step: Step, mask: PackedMask) -> Any:
-    # Not every layer runs in each forward (layerdrop). Hooks tell which blocks ran, and hooks everywhere would take
-    # time in every model. So they are used from the first forward on that has missed a layer, which is computed again.
-    step.patch.unpacked = None
-    step.call[step.patch.facts.carrier] = mask
-    if not step.calls.takes_ids:
-        del step.call["position_ids"]
-    if step.captured or not step.patch.skips:
-        output = _with_mask(step, mask)
-        if not _misses(step, mask, None):
-            return output
-        if step.captured:
-            _refuse_missed(step, mask, None)
-        step.patch.skips = True
-        mask.calls.clear()
-        del output
-    ran: set[int] = set()
-    with contextlib.ExitStack() as stack:
-        for module in {module for layer in step.patch.attention for module in _inside_block(step, layer)}:
-            stack.callback(module.register_forward_pre_hook(runs).remove)
-        stack.callback(setattr, thread, "ran", thread.ran)
-        thread.ran = ran
-        output = _with_mask(step, mask)
-    if _misses(step, mask, ran):
-        _refuse_missed(step, mask, ran)
-    return output
-
-
-def runs(module: Any, args: Any) -> None:
+def record_run(module: Any, args: Any) -> None:
     if thread.ran is not None:
         thread.ran.add(id(module))
 
 
 def _inside_block(step: Step, layer: Layer) -> list[torch.nn.Module]:
-    # If a module inside a layer's block runs, the block does more than hand states on. The layer alone does not show
-    # it: other code may compute a block's attention past its layer.
+    # If a module inside a layer's block runs, the block is not skipped. The layer alone does not show it, because other
+    # code may compute a block's attention past its layer.
     parts = layer.name.split(".")
     end = next((at for at, part in enumerate(parts, 1) if part.isdigit()), len(parts))
     block: torch.nn.Module = models(step.module)[-1].get_submodule(".".join(parts[:end]))
@@ -509,3 +441,80 @@ def _not_given(layers: Sequence[Layer], mask: PackedMask, model: Model) -> list[
     decoder = models(model)[-1]  # of the model that was called: a DataParallel replica carries the original's patch
     modules = [(layer.name, decoder.get_submodule(layer.name)) for layer in layers]
     return [f"{name} ({type(module).__name__})" for name, module in modules if id(module) not in given]
+
+
+# 7. A dense training batch that may be documents joined by something else is worth a warning
+
+
+SAY_AFTER = 16  # training batches without document information, then a warning
+
+
+def _count_unpacked(step: Step) -> None:
+    # Joined rows without document information look the same as plain ones, so a warning is given once.
+    patch = step.patch
+    if not (step.module.training and torch.is_grad_enabled()):
+        return
+    if not _says_nothing(step):
+        _notice_overwritten(step)
+    elif patch.unpacked is not None:
+        patch.unpacked += 1
+        if patch.unpacked == SAY_AFTER:
+            warn_unpacked(patch, f"{SAY_AFTER} training batches have come and none said")
+
+
+def _says_nothing(step: Step) -> bool:
+    training = step.module.training and torch.is_grad_enabled()
+    return training and not passed(step.call, ("position_ids", *LENGTHS))
+
+
+def _notice_overwritten(step: Step) -> None:
+    # Something may have written an arange over the ids of a packed row. Two signs: its labels start several times, or
+    # earlier batches came with lengths. Reading labels waits for the device, so it is done in a few rows only.
+    patch, call, given = step.patch, step.call, [*passed(step.call, LABELS).values()]
+    if not patch.may_be_overwritten or patch.facts.padded or passed(call, LENGTHS) or caches.held(call):
+        return
+    (rows, _), _ = batch_shape(call)
+    if rows > 1:
+        return
+    if patch.stated:
+        _warn_overwritten(patch, "earlier batches came with their documents' lengths and this one has none")
+    elif patch.unpacked is not None and given and given[0].shape[:1] == (1,) and given[0].dim() == 2:
+        patch.may_be_overwritten -= 1
+        learned = given[0][0] != IGNORED_LABEL
+        if bool(learned[:1].sum() + (learned[1:] & ~learned[:-1]).sum() > 1):
+            _warn_overwritten(patch, "its labels start several times, as those of several documents do")
+
+
+@constant
+def _warn_of_graph(number: str) -> bool:
+    # A graph cannot count batches: a count that it reads would make a new graph for every batch. So the warning comes
+    # with the first graph for training batches without document information. A constant of a graph needs a value, so
+    # False is returned.
+    patch: Patched = numbered(number)
+    if patch.unpacked is not None:
+        warn_unpacked(patch, "a graph was compiled for training batches that do not say")
+    return False
+
+
+def _warn_overwritten(patch: Patched, seen: str) -> None:
+    patch.may_be_overwritten = 0
+    warnings.warn(
+        f"the position_ids of a training row count on from its first token to its last, and {seen}. If documents were "
+        "joined in this row and something has written an arange over their ids, they attend to each other. Pass "
+        "position_ids that restart in each document, or cu_seq_lens_q; if the row is one document, nothing is wrong.",
+        NothingPacked,
+        stacklevel=2,
+    )
+
+
+def warn_unpacked(patch: Patched, seen: str) -> None:
+    # `seen` is the beginning of the text.
+    patch.unpacked = None
+    warnings.warn(
+        f"fa2patch.apply(model) is on, but {seen} where documents "
+        "start (position_ids, cu_seq_lens_*, seq_idx). If examples were joined in these rows (TRL up to 0.19 does "
+        "so: packing=True, and padding_free=True without flash attention), they attend to each other. Collate with "
+        "fa2patch.DataCollatorWithFlattening; fa2patch.verify(model, batch=batch) says what a batch holds.",
+        NothingPacked,
+        stacklevel=2,
+    )

@@ -137,10 +137,10 @@ def compared(before: Sources, after: Sources, seen: Seen, as_then: bool = False)
 
 @functools.cache
 def spelled(root: Path = environments.HERE.parent / "fa2patch") -> dict[str, str]:
-    # fa2patch looks everything of Transformers up by names that its sources spell. The names of arguments stand in
-    # documents/names.py, which therefore comes first.
+    # fa2patch looks everything of Transformers up by names that its sources spell. The files of names come first:
+    # upstream/transformers_names.py, and documents/names.py for arguments.
     found: dict[str, str] = {}
-    for file in sorted(root.rglob("*.py"), key=lambda file: (file.name != "names.py", file)):
+    for file in sorted(root.rglob("*.py"), key=lambda file: (not file.stem.endswith("names"), file)):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             name = node.value if isinstance(node, ast.Constant) else None
             if isinstance(name, str) and name.isidentifier() and len(name) > 2:

@@ -8,7 +8,7 @@ Another kernel has it if its ``FEATURES`` say so.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any, Callable, NamedTuple
+from typing import Any, Callable
 
 import torch
 
@@ -16,14 +16,19 @@ from .._types import Call
 from ..errors import PackingNotIsolated
 
 
-class Option(NamedTuple):
-    name: str  # of the field of Options
-    feature: str  # which a kernel must have for it
-    keywords: tuple[str, ...] = ()  # by which a layer hands it to its attention function, from 4.48 on
-    by_head: bool = False  # whether it is a tensor [query heads], and not a number
-    learned: bool = False  # whether that tensor may need a gradient
-    # its value in the trial of a kernel, of the number of query heads; None leaves it out
-    trial: Callable[[int, torch.Generator], Any] | None = None
+class Option:
+    def __init__(
+        self,
+        name: str,  # of the field of Options
+        feature: str,  # which a kernel must have for it
+        keywords: tuple[str, ...] = (),  # by which a layer hands it to its attention function, from 4.48 on
+        by_head: bool = False,  # whether it is a tensor [query heads], and not a number
+        learned: bool = False,  # whether that tensor may need a gradient
+        # its value in the trial of a kernel, of the number of query heads; None leaves it out
+        trial: Callable[[int, torch.Generator], Any] | None = None,
+    ) -> None:
+        self.name, self.feature, self.keywords = name, feature, keywords
+        self.by_head, self.learned, self.trial = by_head, learned, trial
 
 
 def _sinks(heads: int, drawn: torch.Generator) -> torch.Tensor:

@@ -240,10 +240,11 @@ class Pick(NamedTuple):
     why: str
 
 
-class Portions(NamedTuple):
+class Portions:
     """What a mixer, which uses kernels of its own, gets of a packed row in one call."""
 
-    name: str
+    def __init__(self, name: str) -> None:
+        self.name = name
 
 
 WHOLE_ROW = Portions("its own, the whole row")
@@ -251,11 +252,11 @@ BATCHES = Portions("its own, documents in batches")
 DOCUMENTS = Portions("its own, document by document")
 
 
-class Mixed(NamedTuple):
+class Mixed:
     """How a mixer was computed; the counterpart of :class:`Pick`."""
 
-    kernel: Portions
-    why: str  # why the trials of the ways before it failed; empty if they did not take place
+    def __init__(self, kernel: Portions, why: str) -> None:
+        self.kernel, self.why = kernel, why  # why the trials of the ways before it failed; empty without any
 
 
 def pick(name: str | Kernel, asked: Asked, device: torch.device, try_it: bool = True) -> Pick:
@@ -304,12 +305,11 @@ class Computed(NamedTuple):
     by: Pick | Mixed
 
 
-class Tried(NamedTuple):
+class Tried:
     """The verdict of a trial of a mixer: whether it keeps documents apart, and the reason if not."""
 
-    sizes: tuple[int, ...]  # the largest that it was tried with
-    able: bool
-    why: str
+    def __init__(self, sizes: tuple[int, ...], able: bool, why: str) -> None:
+        self.sizes, self.able, self.why = sizes, able, why  # the sizes are the largest that it was tried with
 
 
 class Picks:

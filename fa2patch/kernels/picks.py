@@ -252,11 +252,11 @@ BATCHES = Portions("its own, documents in batches")
 DOCUMENTS = Portions("its own, document by document")
 
 
-class Mixed:
+class Mixed(NamedTuple):
     """How a mixer was computed; the counterpart of :class:`Pick`."""
 
-    def __init__(self, kernel: Portions, why: str) -> None:
-        self.kernel, self.why = kernel, why  # why the trials of the ways before it failed; empty without any
+    kernel: Portions
+    why: str  # why the trials of the ways before it failed; empty if they did not take place
 
 
 def pick(name: str | Kernel, asked: Asked, device: torch.device, try_it: bool = True) -> Pick:

@@ -130,8 +130,8 @@ _PRE_DISPATCH = torch._C.DispatchKey.PreDispatch
 
 
 def recording() -> bool:
-    # make_fx and aot_function record the operators that run, for a graph that is run again. They are modes of either
-    # kind.
+    # make_fx and aot_function record the operators that run, for a graph that is run again, by a mode of torch's
+    # dispatch or of what comes before it (pre-dispatch).
     on = torch._C._len_torch_dispatch_stack() or torch._C._dispatch_tls_is_dispatch_key_included(_PRE_DISPATCH)
     proxies = sys.modules.get("torch.fx.experimental.proxy_tensor") if on else None
     named = "get_proxy_mode" if hasattr(proxies, "get_proxy_mode") else "get_innermost_proxy_mode"  # in torch 2.1

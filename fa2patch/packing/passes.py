@@ -192,14 +192,14 @@ def cut_into_passes(units: Units, max_tokens: int, too_long: str = "error", ever
         if every_rank:  # the others wait to be told
             agreed(FAILED, error.message)
         raise
-    found = _cut(units, tokens, max_tokens)
+    found = _in_passes(units, tokens, max_tokens)
     number = agreed(len(found)) if every_rank else len(found)
     found = divided(found, tokens, number)
     found += [np.empty(0, np.int64)] * (number - len(found))
     return Passes(units, [np.sort(each) for each in found])
 
 
-def _cut(units: Units, tokens: Ints, max_tokens: int) -> list[Ints]:
+def _in_passes(units: Units, tokens: Ints, max_tokens: int) -> list[Ints]:
     if units.padded:
         return plan(tokens, max_tokens, "sorted", seed=None).rows
     (found,) = deal(tokens, 1, max_tokens).passes

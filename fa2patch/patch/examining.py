@@ -104,10 +104,10 @@ def examine(patch: Patched, module: Model, call: Call, mask: PackedMask) -> None
             patch.tally.rows = True
         reverted = patch.model.__dict__.get(MARK) is not patch
         if not (reverted or vars(module).get("_is_replica")):
-            _examine_now(patch, module, call, mask)
+            _renew_and_examine(patch, module, call, mask)
 
 
-def _examine_now(patch: Patched, module: Model, call: Call, mask: PackedMask) -> None:
+def _renew_and_examine(patch: Patched, module: Model, call: Call, mask: PackedMask) -> None:
     kept = patch.examination.structure  # asked here, so that a batch of a model as it was needs no other call
     if (kept is None or not kept.is_as_kept()) and _has_changed(patch):
         with _lock:

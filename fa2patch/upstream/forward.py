@@ -142,8 +142,8 @@ def recognise(step: Step) -> None:
         step.mask = mask_among([*given.values(), carried])
     else:
         step.mask = given if isinstance(given, PackedMask) else carried if isinstance(carried, PackedMask) else None
-    step.was_passed = step.mask is not None
-    if not step.was_passed:
+    step.mask_received = step.mask is not None
+    if not step.mask_received:
         tokens: Any = call.get("input_ids")
         tokens = call.get("inputs_embeds") if tokens is None else tokens
         # no tokens if there are none, or in one dimension (GPT-2)
@@ -153,7 +153,7 @@ def recognise(step: Step) -> None:
             piece.delivered = True
             step.mask = piece.content
         elif piece is not None or not role.innermost or not _was_found_dense(step):
-            step.mask = _made(step, shape, piece is None)
+            step.mask = _make_mask(step, shape, piece is None)
         if step.mask is not None and role.innermost and given is not None and is_for_queries(given):
             raise PackingNotIsolated(
                 f"a model around this {type(step.module).__name__} made a mask for every query of a packed batch, and "
@@ -165,10 +165,10 @@ def recognise(step: Step) -> None:
         swallows = "position_ids" not in step.calls.names and not role.predicts_the_next
         stops = step.patch.facts.makes_masks or step.patch.facts.stops_ids or swallows or not step.calls.takes_ids
         passes = role.innermost or role.pools or not role.outermost or stops
-        step.passes = step.mask is not None and passes and not step.by_hook
+        step.passes_mask = step.mask is not None and passes and not step.by_hook
 
 
-def _made(step: Step, shape: tuple[int, int], first: bool) -> PackedMask | None:
+def _make_mask(step: Step, shape: tuple[int, int], first: bool) -> PackedMask | None:
     # `first` says that no outer model has looked: then a packed batch may be refused if other code's forward led here.
     patch, around, innermost = step.patch, step.role.outermost, step.role.innermost
     # Padding that a collator of fa2patch has made is a document. `real_tokens` mark it, [batch, length] with 0 in the
@@ -252,14 +252,16 @@ def prepare(step: Step) -> Callable[[Step, Any], Any]:
     positions.before(step)
     # training needs no cache, and no decoding step could tell its documents apart;
     # a model around the innermost one may not take use_cache (Qwen3.5 in 5.10)
-    packed = (step.passes or step.was_passed) and not step.patch.facts.keeps_cache
+    packed = (step.passes_mask or step.mask_received) and not step.patch.facts.keeps_cache
     if packed and ("use_cache" in step.calls.names or "use_cache" in step.call):
         step.call["use_cache"] = False
     for trait, found in step.patch.before:
         trait.before(step, found)
     if step.mask is None:
         return _call_dense
-    return _call_with_mask if step.was_passed else _call_with_mask_checked if step.passes else _call_with_mask_attached
+    if step.mask_received:
+        return _call_with_mask
+    return _call_with_mask_checked if step.passes_mask else _call_with_mask_attached
 
 
 # 4. A dense batch is computed as without fa2patch
@@ -348,7 +350,7 @@ def _call_explained(step: Step, mask: PackedMask) -> Any:
 
 
 def _call_with_mask(step: Step, mask: PackedMask) -> Any:
-    if step.was_passed and step.call.get("position_ids") is None and "position_ids" in step.calls.names:
+    if step.mask_received and step.call.get("position_ids") is None and "position_ids" in step.calls.names:
         step.call["position_ids"] = mask.position_ids
     if step.role.innermost:  # its layers read the mask, and Cohere's in 4.47 raise where lengths are handed on
         for name in LENGTHS:

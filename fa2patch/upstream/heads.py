@@ -74,14 +74,14 @@ def before(step: Step) -> None:
     if not role.pools:
         # labels.before has looked at the labels of a model that predicts the next token.
         refuse_arguments_of_rows(step.module, step.call, mask, LABELS if role.predicts_the_next else ())
-    elif step.passes:
+    elif step.passes_mask:
         mask.require_whole_rows("a head that pools the last token of each document")
         _pool_documents(step, mask)
 
 
 def after(step: Step, output: Any) -> Any:
     mask, role = step.mask, step.role
-    if mask is None or step.was_passed:
+    if mask is None or step.mask_received:
         return output
     if role.innermost:
         # pooler_output becomes [documents, hidden] instead of [batch, hidden], and a run of padding counts as a

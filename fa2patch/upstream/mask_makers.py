@@ -12,15 +12,7 @@ import torch
 from .._types import Function, Model
 from . import inspecting
 from .other_code import is_known, is_of_model
-from .transformers_names import (
-    CONVERTER,
-    MASK_FUNCTIONS,
-    MASK_MAKERS,
-    MASK_METHODS,
-    MASKING,
-    UNMASK,
-    dictionary_in,
-)
+from .transformers_names import CONVERTER, MASK_FUNCTIONS, MASK_MAKERS, MASK_METHODS, MASKING, UNMASK, dictionary_in
 
 # the class or the modeling module in which a function that makes masks lies, and the name of its attribute
 Maker = tuple[Union[type, ModuleType], str]

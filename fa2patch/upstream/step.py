@@ -140,8 +140,8 @@ class Step:
         args: the positional arguments.
         call: the arguments by name. Traits may replace it.
         mask: the packed mask; None for a dense batch.
-        was_passed: whether an outer model has passed the packed mask as an argument.
-        passes: whether this step passes the packed mask as an argument.
+        mask_received: whether an outer model has passed the packed mask as an argument.
+        passes_mask: whether this step passes the packed mask as an argument.
         by_hook: whether a foreign forward is called and this step belongs to a forward pre-hook.
         pieces: what this step has attached to tensors. It must be taken before its forward returns.
         weighted: what the weighted loss of this batch is computed from; None for any other loss.
@@ -156,8 +156,8 @@ class Step:
     args: Args
     call: Call
     mask: PackedMask | None = None
-    was_passed: bool = False
-    passes: bool = False
+    mask_received: bool = False
+    passes_mask: bool = False
     by_hook: bool = False
     pieces: list[attached.Piece] = field(default_factory=list)
     weighted: Weighted | None = None
@@ -178,7 +178,7 @@ class Step:
 
     def send_documents(self) -> None:
         """Attach the boundaries to ``position_ids``, for a module that computes each document separately."""
-        if self.mask is None or not self.passes or not self.calls.takes_ids:
+        if self.mask is None or not self.passes_mask or not self.calls.takes_ids:
             return
         if not any(piece.kind == attached.DOCUMENTS for piece in self.pieces):
             self.attach("position_ids", attached.Piece(attached.DOCUMENTS, self.mask.boundaries))

@@ -263,5 +263,5 @@ def _splitter(sdpa: Function) -> str:
     dtensor = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     handlers = getattr(getattr(dtensor, "_op_dispatcher", None), "_custom_op_handlers", {})
     on = torch.ops.aten._scaled_dot_product_flash_attention.default in [*handlers]  # to hash an operator is a call
-    splitters += [_SPLITTERS["torch.distributed"]] if on else [""]
-    return splitters[0]
+    of_torch = _SPLITTERS["torch.distributed"] if on else ""
+    return splitters[0] if splitters else of_torch

@@ -52,6 +52,7 @@ from fa2patch.errors import KernelUnavailable, UnknownKernel
 from fa2patch.packing.passes import Counts
 from fa2patch.run import flattening, patcher
 from fa2patch.run import start as run
+from fa2patch.upstream import transformers_names
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -1040,3 +1041,10 @@ def test_under_launchers_one_rank_speaks_and_both_train_as_padded(folder, tmp_pa
 def test_processes_that_a_script_starts_are_reached(folder):
     done = started(str(SCRIPTS / "spawned.py"), str(folder))
     assert done.stdout.split() == ["spawn", "True", "fork", "True"], done.stderr
+
+
+def test_what_waits_for_transformers_names_its_modules_as_fa2patch_does():
+    # The file that waits imports nothing of fa2patch, so it names them once more.
+    watched = {*patcher.WATCHED.items()}
+    assert {(name, f"models:{transformers_names.PRETRAINED}") for name in transformers_names.MODELING} <= watched
+    assert {(name, f"trainers:{transformers_names.TRAINER}") for name in transformers_names.TRAINERS} <= watched

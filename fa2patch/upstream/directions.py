@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from .._types import Config, Model
+from .._types import Config, Function, Model
 from ..errors import LayerNotPatchable, UnsupportedModel
 from . import inspecting
 from .facts import Facts
@@ -30,26 +30,18 @@ _FLAG = "use_bidirectional_attention"
 
 
 def look(model: ModelLayers, facts: Facts) -> None:
-    unsaid = _unsaid(model)
-    if unsaid:
-        report = "Train this model padded, and please report it with the Transformers version."
-        raise LayerNotPatchable(f"{unsaid}. Nothing was patched. {report}")
+    _require_said(model)
     facts.both_ways = any(
         layer.fused or not is_causal(layer.module, otherwise=not layer.by_itself) for layer in model.attention
     )
     facts.contradiction = _contradiction(model.entered, [layer.module for layer in model.attention])
-    facts.told_of_types = any(map(_is_told, model.entered))
+    forwards = [inspecting.forward_of(type(one)) for one in model.entered]
+    facts.told_of_types = any(_makers_called(each) and inspecting.takes(each, "token_type_ids") for each in forwards)
     if facts.contradiction and not facts.told_of_types:
         raise UnsupportedModel(
             f"{facts.contradiction}: eager attention would go by the one, every other by the other, and what is right "
             "is not known. Nothing was patched. Change the config so that they agree, or train this model padded."
         )
-
-
-def _is_told(model: Model) -> bool:
-    # The masks that the model's `forward` makes then depend on the types of tokens.
-    forward = inspecting.forward_of(type(model))
-    return any(map(_MAKES.fullmatch, inspecting.names_read(forward))) and inspecting.takes(forward, "token_type_ids")
 
 
 def _contradiction(entered: Sequence[Any], layers: Sequence[Any]) -> str:
@@ -86,24 +78,25 @@ def _masks_come_from_upstream(decoder: Any) -> bool:
     return _causal_masks(decoder) is not False and all(map(is_known, [forward, *makes]))
 
 
-def _unsaid(model: ModelLayers) -> str:
-    # The result is why it is not known whether a model is causal. Layers that compute attention by themselves follow
-    # the mask, and most of them are encoders'.
+def _require_said(model: ModelLayers) -> None:
+    # It must be known whether a model is causal. Layers that compute attention by themselves follow the mask, and most
+    # of them are encoders'.
     alone = [layer.module for layer in model.attention if layer.by_itself]
     silent = next((one for one in alone if not (hasattr(one, "is_causal") or hasattr(one, "is_decoder"))), None)
     names = [] if silent is None else list(_names_in(model.decoder))
     decoder, layer = type(model.decoder).__name__, type(silent).__name__
     alibi, later = next((name for name in names if "alibi" in name), ""), next(filter(_LATER.search, names), "")
     if alibi:  # BLOOM, MPT
-        return (
-            f"{decoder} adds alibi ({alibi}) to its attention scores, a bias for the distance of two tokens, and "
-            f"{layer} hands it to no kernel"
-        )
-    if later:
-        return (
-            f"{decoder} uses {later}, which may hide later tokens, and its {layer} does not say whether they are seen"
-        )
-    return ""
+        what = f"adds alibi ({alibi}) to its attention scores, a bias for the distance of two tokens, and"
+        unsaid = f"{what} {layer} hands it to no kernel"
+    elif later:
+        unsaid = f"uses {later}, which may hide later tokens, and its {layer} does not say whether they are seen"
+    else:
+        return
+    raise LayerNotPatchable(
+        f"{decoder} {unsaid}. Nothing was patched. Train this model padded, and please report it with the Transformers "
+        "version."
+    )
 
 
 def _names_in(decoder: Model) -> Iterator[str]:
@@ -118,7 +111,7 @@ def _names_in(decoder: Model) -> Iterator[str]:
 def _causal_masks(model: Model) -> bool | None:
     """Whether the masks that a model's ``forward`` makes hide later tokens; None if its code does not show it."""
     forward = inspecting.forward_of(type(model))
-    made = [name for name in inspecting.names_read(forward) if _MAKES.fullmatch(name)]
+    made = _makers_called(forward)
     if not made or any("bidirectional" in name for name in made):
         return None
     config = inspecting.text_config(model.config)
@@ -127,6 +120,10 @@ def _causal_masks(model: Model) -> bool | None:
         return False
     adds = inspecting.has_constant(forward, ADDED) and inspecting.reads_name(forward, _FLAG)
     return not (adds_the_later_ones(config) and adds)
+
+
+def _makers_called(forward: Function) -> list[str]:
+    return [name for name in inspecting.names_read(forward) if _MAKES.fullmatch(name)]
 
 
 def adds_the_later_ones(config: object) -> bool:

@@ -213,17 +213,14 @@ def _inside_of_fewer(
     if name == "labels":
         last = torch.nn.functional.pad(last[:, :-1], (1, 0), value=True)
     labels = labels.masked_fill(last, IGNORED_LABEL)
-    return labels if name != "labels" or isinstance(kept, slice) else _without_gaps(labels, documents, shape, kept, ids)
+    if name != "labels" or isinstance(kept, slice):
+        return labels
 
-
-def _without_gaps(
-    labels: torch.Tensor, documents: Boundaries, shape: tuple[int, int], kept: torch.Tensor, ids: torch.Tensor | None
-) -> torch.Tensor:
-    # There are two ways to cut labels. If they are the kept tokens' own labels, the label behind a gap is another
-    # document's. ms-swift gives each kept token but the last one the label of the token behind it in the row, which
-    # belongs to the same document. The ids tell which of the two it is.
+    # With gaps, there are two ways to cut labels. If they are the kept tokens' own labels, the label behind a gap is
+    # another document's. ms-swift gives each kept token but the last one the label of the token behind it in the row,
+    # which belongs to the same document. The ids tell which of the two it is.
     at = torch.arange(shape[1], device=labels.device)[kept.to(labels.device)]
-    document = document_of(documents.cu_seqlens.to(labels.device), shape[0] * shape[1]).view(shape)[:, at]
+    document = document_of(documents.cu_seqlens.to(labels.device), tokens).view(shape)[:, at]
     behind = (document[:, 1:] != document[:, :-1]) & (labels[:, 1:] != IGNORED_LABEL)
     own = other = torch.zeros_like(behind)
     if ids is not None:

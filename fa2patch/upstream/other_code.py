@@ -168,18 +168,16 @@ def replaced_on(model: Model) -> bool:
 def entered_first(model: Model, entered: Callable[[Function], Function]) -> MethodType:
     # `entered` makes our forward, which calls the foreign one, from an unbound one.
     own = model.__dict__["forward"]
-    bound_here = getattr(own, "__self__", None) is model
-    return MethodType(entered(own.__func__ if bound_here else _as_method(own)), model)
+    if getattr(own, "__self__", None) is model:
+        return MethodType(entered(own.__func__), model)
 
-
-def _as_method(function: Function) -> Function:
-    @functools.wraps(function)
+    @functools.wraps(own)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return function(*args, **kwargs)
+        return own(*args, **kwargs)
 
     first = inspect.Parameter("_model", inspect.Parameter.POSITIONAL_ONLY)  # a partial may have a parameter self
-    inspecting.show_parameters(forward, [first, *inspecting.parameters(function)])
-    return forward
+    inspecting.show_parameters(forward, [first, *inspecting.parameters(own)])
+    return MethodType(entered(forward), model)
 
 
 def calls_of(module: torch.nn.Module) -> Calls:

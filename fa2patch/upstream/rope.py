@@ -35,19 +35,17 @@ class LengthScaled:
                 f"here has {positions}, and sequence parallelism (sp_size) splits rows over processes, which do not "
                 "know how long a document is. Truncate documents, or train without sequence parallelism."
             )
-        if self.kind == "longrope" and tree is not None and self._needs_two(tree):
-            raise PackingNotIsolated(
-                f"rope scaling 'longrope' has other factors for sequences longer than {self.limit} tokens, and of the "
-                "sequences that share a prompt some are longer and some are not: the prompt would be needed twice. "
-                "Give such sequences as documents of their own."
-            )
-
-    def _needs_two(self, tree: Tree) -> bool:
-        # Longrope would need two sets of factors for one shared segment.
-        long: dict[int, set[bool]] = {}
+        if self.kind != "longrope" or tree is None:
+            return
+        long: dict[int, bool] = {}  # by the root of a sequence, whether it is longer than the limit
         for leaf in tree.leaves:
-            long.setdefault(tree.path(leaf)[0], set()).add(tree.offsets[leaf] + tree.lengths[leaf] > self.limit)
-        return any(len(kinds) > 1 for kinds in long.values())
+            is_long = tree.offsets[leaf] + tree.lengths[leaf] > self.limit
+            if long.setdefault(tree.path(leaf)[0], is_long) is not is_long:
+                raise PackingNotIsolated(
+                    f"rope scaling 'longrope' has other factors for sequences longer than {self.limit} tokens, and of "
+                    "the sequences that share a prompt some are longer and some are not: the prompt would be needed "
+                    "twice. Give such sequences as documents of their own."
+                )
 
 
 def length_scaled(config: Config) -> LengthScaled | None:

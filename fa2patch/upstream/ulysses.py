@@ -41,20 +41,12 @@ def _exchanged(pieces: torch.Tensor, group: str) -> torch.Tensor:
     return received
 
 
-class _Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, pieces: torch.Tensor, group: str) -> torch.Tensor:
-        ctx.group = group
-        return _exchanged(pieces, group)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _exchanged(gradients[0], ctx.group), None
-
-
 @uncompiled
 def _differentiable(pieces: torch.Tensor, group: str) -> torch.Tensor:
-    received: torch.Tensor = _Exchange.apply(pieces, group)  # type: ignore[no-untyped-call]
+    from torch.distributed.nn.functional import all_to_all_single  # loads much, for torch before 2.4
+
+    pieces = pieces.contiguous()
+    received: torch.Tensor = all_to_all_single(torch.empty_like(pieces), pieces, group=groups[group])
     return received
 
 
@@ -236,9 +228,11 @@ def _ulysses_part(training: bool) -> tuple[Any, ...] | None:
 
 def _ulysses() -> Any:
     # it may be registered for another model's implementation, and this one then gets parts of rows too
-    held = (value for function in _registered() for value in inspecting.enclosed(function).values())
-    named = "UlyssesSPAttentionHF"
-    return next((value for value in held if any(cls.__name__ == named for cls in type(value).__mro__)), None)
+    for function in _registered():
+        for value in inspecting.enclosed(function).values():
+            if any(cls.__name__ == "UlyssesSPAttentionHF" for cls in type(value).__mro__):
+                return value
+    return None
 
 
 def _registered() -> list[Function]:

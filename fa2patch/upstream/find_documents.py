@@ -77,9 +77,9 @@ def packed_mask_of(
         _refuse_what_cannot_be_packed(call, batch, training, captured)
         if batch.mask is not None:  # router losses weigh a token by its number in the mask
             call["attention_mask"] = (batch.mask != 0).to(batch.mask.dtype)
-        ids, pictures = batch.position_ids, has_pictures(call)
-        if ids is None or pictures:
-            ids = call["position_ids"] = _position_ids(call, patch, batch, rows.shape, found, part, pictures)
+        ids = batch.position_ids
+        if ids is None or has_pictures(call):
+            ids = call["position_ids"] = _position_ids(call, patch, batch, rows.shape, found, part)
         longest = rows.shape[1] if found.positions is None else found.positions  # the row's length is enough
         if facts.rope is not None:
             longest = _within_rope(found, facts.rope, rows.shape, ids, part is not None)
@@ -166,17 +166,11 @@ def _stays_in_the_graph(batch: Batch, call: Call, training: bool) -> bool:
 
 
 def _position_ids(
-    call: Call,
-    patch: Patched,
-    batch: Batch,
-    shape: tuple[int, int],
-    found: Boundaries,
-    part: RowPart | None,
-    pictures: bool,
+    call: Call, patch: Patched, batch: Batch, shape: tuple[int, int], found: Boundaries, part: RowPart | None
 ) -> torch.Tensor:
     """The position ids of a packed batch: those on several axes for its pictures, those that it has, or a count."""
     ids = batch.position_ids
-    if pictures:
+    if has_pictures(call):
         from . import axes  # which few models need
 
         for name in LENGTHS:  # 5.10 to 5.16 pass them on to the vision tower, which has its own

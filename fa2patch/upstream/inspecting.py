@@ -289,14 +289,6 @@ def text_config(config: Config) -> Config:
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
-def running() -> Iterator[FrameType]:
-    """Yield the frames of this thread, the innermost first, without this function's own."""
-    frame = sys._getframe().f_back
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
 def with_keywords(code: CodeType, variables: Mapping[str, Any]) -> Call:
     """The variables of a call of this code, and what its ``**kwargs`` hold."""
     if not code.co_flags & inspect.CO_VARKEYWORDS:

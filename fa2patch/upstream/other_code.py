@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+import traceback
 from pathlib import Path
 from types import BuiltinFunctionType, CodeType, MethodType, MethodWrapperType
 from typing import Any, Callable
@@ -197,7 +198,7 @@ def refuse_bypassed(model: Model, forward: Function, call: Call) -> None:
         around = {torch.nn.Module._call_impl.__code__, *({function.__code__} if _is_ours(function) else ())}
         called = [found for one, its, found in inspecting.modules_called() if one is model and its in around]
         given = (called[-1]["args"], called[-1]["kwargs"]) if called else None  # else it was called past torch and us
-        led_here = code is None or any(frame.f_code is code for frame in inspecting.running())
+        led_here = code is None or any(frame.f_code is code for frame, _ in traceback.walk_stack(sys._getframe()))
         handed_on = (getattr(function, "__wrapped__", None), model.__dict__.get(HOOKED), *getattr(function, "args", ()))
         if not led_here or all(is_known(each) for each in (function, *filter(callable, handed_on))):
             return

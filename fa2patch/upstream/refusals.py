@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -105,7 +104,7 @@ def _require_layers(model: ModelLayers) -> None:
     )
 
 
-def _attention_to_an_encoder(modules: dict[str, Any], attention: Iterable[str]) -> str:
+def _attention_to_an_encoder(modules: dict[str, Any], attention: set[str]) -> str:
     # Blocks of GPT-2 and BERT always take an encoder's states, and have a second attention layer only if the config
     # asks for it. So both signs are needed. What holds the list of the decoder's blocks is no block; a block may hold a
     # list of its parts, as T5's does.

@@ -109,13 +109,12 @@ class Documents:
         tree = self._tree
         if tree is not None:
             starts, first = [0, *accumulate(self.lengths)], _first_paths(tree)
-            states = torch.cat(
-                [
-                    states.narrow(0, starts[first[segment]] + tree.offsets[segment], length)
-                    for segment, length in enumerate(tree.lengths)
-                    if length
-                ]
-            )
+            own = [
+                states.narrow(0, starts[first[segment]] + tree.offsets[segment], length)
+                for segment, length in enumerate(tree.lengths)
+                if length
+            ]
+            states = torch.cat(own)
         return states.view(*self.shape, *states.shape[1:]) if self._in_rows(outputs) else states
 
     def shared(self) -> tuple[int, slice, int] | None:

@@ -46,8 +46,9 @@ def _differentiable(pieces: torch.Tensor, group: str) -> torch.Tensor:
     from torch.distributed.nn.functional import all_to_all_single  # loads much, for torch before 2.4
 
     pieces = pieces.contiguous()
-    received: torch.Tensor = all_to_all_single(torch.empty_like(pieces), pieces, group=groups[group])
-    return received
+    received = torch.empty_like(pieces)
+    exchanged: torch.Tensor = all_to_all_single(received, pieces, group=groups[group])  # type: ignore[no-untyped-call]
+    return exchanged
 
 
 @uncompiled

@@ -39,10 +39,9 @@ def _of_each(step: Step, mask: PackedMask) -> Any:
         mask.picks.took(step.module.get_submodule(layer.name), DOCUMENTS)
     rest, call = step.calls.arranged(step.args, step.call)
     for name, value in call.items():
-        by_token = (
-            isinstance(value, torch.Tensor) and value.dim() > 1 + value.is_floating_point()
-        )  # a head_mask has two
-        # Every document would see all of such an argument: entities, or an encoder's states.
+        # Every document would see all of an argument for other things than its tokens: entities, or an encoder's
+        # states. A head_mask has two dimensions, of floating-point numbers.
+        by_token = isinstance(value, torch.Tensor) and value.dim() > 1 + value.is_floating_point()
         if by_token and value.shape[1] != mask.shape[1]:
             raise PackingNotIsolated(
                 f"{name} {list(value.shape)} came to {type(step.module).__name__} with a packed batch of "

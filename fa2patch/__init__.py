@@ -7,45 +7,27 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "Architecture",
-    "Boundaries",
-    "DataCollatorForCompletionOnlyLM",
-    "DataCollatorForMultimodalFlattening",
-    "DataCollatorWithFlattening",
-    "Fa2PatchError",
-    "LightningCallback",
-    "Patch",
-    "TrainerCallback",
-    "Verification",
-    "apply",
-    "architectures",
-    "boundaries",
-    "packed_trainer",
-    "packing",
-    "preference",
-    "register",
-    "revert",
-    "status",
-    "verify",
-]
-
 if TYPE_CHECKING:
-    from . import packing, preference
-    from .callbacks.lightning import LightningCallback
-    from .callbacks.trainer import TrainerCallback
-    from .data.collators import DataCollatorWithFlattening
-    from .data.completion_only import DataCollatorForCompletionOnlyLM
-    from .data.multimodal import DataCollatorForMultimodalFlattening
-    from .documents.boundaries import Boundaries
-    from .documents.find import boundaries
-    from .errors import Fa2PatchError
-    from .patch.applying import apply, revert, status
-    from .patch.state import Patch
-    from .proof.result import Verification
-    from .proof.verify import verify
-    from .trainers.packed_trainer import packed_trainer
-    from .upstream.architectures import Architecture, architectures, register
+    from . import packing as packing
+    from . import preference as preference
+    from .callbacks.lightning import LightningCallback as LightningCallback
+    from .callbacks.trainer import TrainerCallback as TrainerCallback
+    from .data.collators import DataCollatorWithFlattening as DataCollatorWithFlattening
+    from .data.completion_only import DataCollatorForCompletionOnlyLM as DataCollatorForCompletionOnlyLM
+    from .data.multimodal import DataCollatorForMultimodalFlattening as DataCollatorForMultimodalFlattening
+    from .documents.boundaries import Boundaries as Boundaries
+    from .documents.find import boundaries as boundaries
+    from .errors import Fa2PatchError as Fa2PatchError
+    from .patch.applying import apply as apply
+    from .patch.applying import revert as revert
+    from .patch.applying import status as status
+    from .patch.state import Patch as Patch
+    from .proof.result import Verification as Verification
+    from .proof.verify import verify as verify
+    from .trainers.packed_trainer import packed_trainer as packed_trainer
+    from .upstream.architectures import Architecture as Architecture
+    from .upstream.architectures import architectures as architectures
+    from .upstream.architectures import register as register
 else:
     _PLACES = {
         "Architecture": "upstream.architectures",
@@ -67,6 +49,7 @@ else:
         "status": "patch.applying",
         "verify": "proof.verify",
     }
+    __all__ = [*_PLACES, "packing", "preference"]
 
     def __getattr__(name: str) -> Any:
         # Names are imported on first use. Torch takes seconds to import, and the command line's version and help need

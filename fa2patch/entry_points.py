@@ -40,8 +40,11 @@ def load() -> None:
         if _done:
             return
         _done.update(GROUPS)
+        found: Any = metadata.entry_points()
         for group in GROUPS:
-            for entry in _entry_points(group):
+            # a dict in Python 3.9
+            entries = found.select(group=group) if hasattr(found, "select") else found.get(group, ())
+            for entry in sorted(entries, key=lambda entry: (entry.name, entry.value)):
                 _load(entry, group)
 
 
@@ -55,14 +58,9 @@ def note(kind: str, name: str) -> None:
         _added.append(Added(kind, name, _under_way[-1]))
 
 
-def _entry_points(group: str) -> list[Any]:
-    found: Any = metadata.entry_points()
-    chosen = found.select(group=group) if hasattr(found, "select") else found.get(group, ())  # a dict in Python 3.9
-    return sorted(chosen, key=lambda entry: (entry.name, entry.value))
-
-
 def _load(entry: Any, group: str) -> None:
-    package = _package_of(entry)
+    owner = getattr(entry, "dist", None)  # Python 3.9 does not say
+    package = f"{owner.metadata['Name']} {owner.version}" if owner is not None else entry.value.partition(":")[0]
     _under_way.append(package)
     try:
         entry.load()()
@@ -76,8 +74,3 @@ def _load(entry: Any, group: str) -> None:
         )
     finally:
         _under_way.pop()
-
-
-def _package_of(entry: Any) -> str:
-    owner = getattr(entry, "dist", None)  # Python 3.9 does not say
-    return f"{owner.metadata['Name']} {owner.version}" if owner is not None else entry.value.partition(":")[0]

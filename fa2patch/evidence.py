@@ -51,9 +51,9 @@ def key(minor: str) -> tuple[int, ...]:
 
 
 def within(minor: str, ranges: str) -> bool:
-    """Whether a minor is in ranges such as ``4.34-4.42, 5.0``."""
+    # Ranges are a text such as 4.34-4.42, 5.0. One that ends with a hyphen has no last minor.
     parts = [part.split("-") for part in ranges.split(", ")]
-    return any(key(part[0]) <= key(minor) <= key(part[-1]) for part in parts)
+    return any(key(part[0]) <= key(minor) <= key(part[-1] or minor) for part in parts)
 
 
 def state_in(minor: str, states: States) -> tuple[str, str]:

@@ -10,23 +10,28 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from . import NEEDED, advice
+# Commands need these packages beyond fa2patch's own requirements: the extra `cli`.
+NEEDED = ("click", "packaging", "rich", "tomli", "uv")
+ADVICE = (
+    "fa2patch's command line needs {}, which is not installed: pip install 'fa2patch[cli]' "
+    "(in a clone: pip install -e '.[cli]')"
+)
 
 try:
     import click
 except ModuleNotFoundError as error:
-    raise SystemExit(advice(error)) from None
+    raise SystemExit(ADVICE.format(error.name)) from None
 
-# For each subcommand, this names its module, which has it as NAME_command, and its line in the list of commands.
+# The subcommands, each with its line in the list of commands. The module of this name has it as NAME_command.
 COMMANDS = {
-    "verify": ("verifying", "Verify that a model isolates the documents of a packed row."),
-    "doctor": ("doctor", "Show what is installed here and how it treats packed rows."),
-    "status": ("status", "Show what fa2patch.apply would do to a model, layer by layer."),
-    "architectures": ("supported", "Show which models fa2patch isolates in the installed Transformers."),
-    "matrix": ("matrix", "Check your own models in the Transformers releases that you use."),
-    "plan": ("planning", "Compare padding, packing and a budget of tokens on a dataset."),
-    "kernels": ("kernels", "Show the kernels that compute attention, and which can run here."),
-    "run": ("running", "Run a script or a command with every language model in it patched."),
+    "verify": "Verify that a model isolates the documents of a packed row.",
+    "doctor": "Show what is installed here and how it treats packed rows.",
+    "status": "Show what fa2patch.apply would do to a model, layer by layer.",
+    "architectures": "Show which models fa2patch isolates in the installed Transformers.",
+    "matrix": "Check your own models in the Transformers releases that you use.",
+    "plan": "Compare padding, packing and a budget of tokens on a dataset.",
+    "kernels": "Show the kernels that compute attention, and which can run here.",
+    "run": "Run a script or a command with every language model in it patched.",
 }
 
 
@@ -39,15 +44,13 @@ class Commands(click.Group):
     def get_command(self, context: click.Context, name: str) -> click.Command | None:
         if name not in COMMANDS:
             return None
-        command: click.Command = getattr(
-            importlib.import_module(f".{COMMANDS[name][0]}", __package__), f"{name}_command"
-        )
+        command: click.Command = getattr(importlib.import_module(f".{name}", __package__), f"{name}_command")
         return command
 
     def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
         # The list is written without an import of the commands.
         with formatter.section("Commands"):
-            formatter.write_dl([(name, what) for name, (_, what) in COMMANDS.items()])
+            formatter.write_dl([*COMMANDS.items()])
 
     def invoke(self, context: click.Context) -> Any:
         try:
@@ -55,7 +58,7 @@ class Commands(click.Group):
         except ModuleNotFoundError as error:
             if (error.name or "").partition(".")[0] not in NEEDED:
                 raise
-            raise click.ClickException(advice(error)) from None
+            raise click.ClickException(ADVICE.format(error.name)) from None
 
     def main(self, args: Sequence[str] | None = None, *rest: Any, **options: Any) -> Any:
         # What cannot be read or written is one line on stderr, and the exit code 2. Nobody wishes to read a closed

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import click
 import torch
@@ -26,7 +26,7 @@ from ..proof.inputs import example
 from .models import compat
 from .options import as_json_option, out_file
 from .output import Shown, Table, escaped, in_one_line, print_found, progress_of, show, write_file
-from .verifying import Found, verified, verify_unpatched
+from .verify import Found, verified, verify_unpatched
 
 # For each package, the module that is imported to test it: one built for another torch is installed, but does not
 # import.
@@ -41,29 +41,23 @@ _TRIED = {
     "patched": "with fa2patch",
 }
 
-
-class Defect(NamedTuple):
-    first: tuple[int, int]  # the first and the last minor that has it
-    last: tuple[int, int] | None  # None: no version was seen to mend it
-    what: str
-
-    def is_in(self, version: tuple[int, int]) -> bool:
-        return self.first <= version and (self.last is None or version <= self.last)
-
-
-# These were read in Transformers' sources and observed in the compat matrix.
+# These were read in Transformers' sources and observed in the compat matrix, in these minors. What has no last one, no
+# version was seen to mend.
 DEFECTS = (
-    Defect((4, 34), (4, 43), "position_ids are used for rotary positions only: every packed row leaks."),
-    Defect((4, 44), (4, 53), "ids that never decrease are taken for one document: [0, 0, 1, ...] leaks."),
-    Defect((4, 53), (4, 53), "packing is looked for only where the batch is one row: two packed rows leak."),
-    Defect((4, 55), None, "packing is looked for only where the batch is one row: two packed rows leak."),
-    Defect((4, 54), (4, 54), "a dense batch of two rows of T tokens without position_ids gets cu_seqlens [0, T]."),
-    Defect((4, 34), (4, 55), "the flash route's sliding window is one token wider than eager attention's."),
-    Defect((4, 42), (4, 43), "Gemma 2's flash attention has no sliding window."),
-    Defect((4, 34), (4, 39), "GPT-BigCode's flash attention divides its scale by the layer's number."),
-    Defect((4, 54), (4, 54), "GPT-BigCode inverts the scale of its attention."),
-    Defect((4, 52), (4, 57), "GraniteMoE's attention drops position_ids: packed rows leak, and did not up to 4.51."),
+    ("4.34-4.43", "position_ids are used for rotary positions only: every packed row leaks."),
+    ("4.44-4.53", "ids that never decrease are taken for one document: [0, 0, 1, ...] leaks."),
+    ("4.53, 4.55-", "packing is looked for only where the batch is one row: two packed rows leak."),
+    ("4.54", "a dense batch of two rows of T tokens without position_ids gets cu_seqlens [0, T]."),
+    ("4.34-4.55", "the flash route's sliding window is one token wider than eager attention's."),
+    ("4.42-4.43", "Gemma 2's flash attention has no sliding window."),
+    ("4.34-4.39", "GPT-BigCode's flash attention divides its scale by the layer's number."),
+    ("4.54", "GPT-BigCode inverts the scale of its attention."),
+    ("4.52-4.57", "GraniteMoE's attention drops position_ids: packed rows leak, and did not up to 4.51."),
 )
+
+
+def defects_in(minor: str) -> list[str]:
+    return [what for minors, what in DEFECTS if evidence.within(minor, minors)]
 
 
 @click.command("doctor")
@@ -105,11 +99,10 @@ def diagnose(doing: Callable[[str], None] = lambda what: None) -> dict[str, Any]
     }
     doing("packed rows in a tiny Llama, with Transformers alone and patched")
     found |= _with_tiny_llama()
-    known, installed = evidence.upstream(), found["packages"]["transformers"]["version"]
-    found["known"] = known.get(evidence.minor_of(installed or ""))
+    known, minor = evidence.upstream(), evidence.minor_of(found["packages"]["transformers"]["version"] or "")
+    found["known"] = known.get(minor)
     found["evidence_ends"] = list(known)[-1]
-    version: Any = evidence.key(evidence.minor_of(installed)) if installed else None
-    found["defects"] = [defect.what for defect in DEFECTS if version and defect.is_in(version)]
+    found["defects"] = defects_in(minor) if minor else []
     found["ok"] = found["patched"]["state"] == "isolated"
     found["advice"] = list(_advice(found))
     return found

@@ -14,7 +14,7 @@ from ..errors import Fa2PatchError, NotAModel
 from ..patch.applying import apply
 from ..upstream.find_models import token_embeddings
 from ..upstream.transformers_names import WITHOUT_INITIALIZATION, imported
-from .models import MASKED, ModelArgument, cannot, compat, config_of, local
+from .models import MASKED, ModelArgument, cannot, compat, config_of
 from .output import escaped, in_one_line, print_found
 
 RANDOM = "checks a tiny model with random weights."
@@ -73,7 +73,9 @@ def _loaded(found: ModelArgument, dtype: torch.dtype) -> Any:
             cls: Any = importlib.import_module("transformers").AutoModelForCausalLM
         else:
             cls = _class_of(config_of(found), found.trust)
-        model = cls.from_pretrained(found.name, torch_dtype=dtype, **_options(cls, found), **local(found))
+        model = cls.from_pretrained(
+            found.name, torch_dtype=dtype, local_files_only=found.local_only, **_options(cls, found)
+        )
     except click.ClickException:
         raise
     except Exception as error:
@@ -112,10 +114,12 @@ def _without_weights(config: Any, found: ModelArgument, dtype: torch.dtype | Non
     said = vars(config).get("dtype") or vars(config).get("torch_dtype") or "bfloat16"
     config.dtype = wanted = dtype or getattr(torch, str(said).replace("torch.", ""))
     make = getattr(cls, "_from_config", None) or cls.from_config
+    # some ways of filling weights look at values, which fake tensors do not have
+    no_init_weights = getattr(imported(WITHOUT_INITIALIZATION), "no_init_weights", contextlib.nullcontext)
     before = torch.get_default_dtype()
     torch.set_default_dtype(wanted)  # for versions before 5.0, which do not read config.dtype here
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True), _without_initialization():
+        with FakeTensorMode(allow_non_fake_inputs=True), no_init_weights():
             return make(config, **_options(cls, found)).eval()
     finally:
         torch.set_default_dtype(before)
@@ -125,12 +129,6 @@ def _options(cls: Any, found: ModelArgument) -> dict[str, Any]:
     # only auto classes take the option
     trust = {"trust_remote_code": found.trust} if hasattr(cls, "_model_mapping") else {}
     return {**trust, **({"attn_implementation": found.attention} if found.attention else {})}
-
-
-def _without_initialization() -> contextlib.AbstractContextManager[Any]:
-    # Some ways of filling weights look at values, which fake tensors do not have.
-    found = getattr(imported(WITHOUT_INITIALIZATION), "no_init_weights", contextlib.nullcontext)
-    return found()
 
 
 # A config's class is looked for in this order. Not every version of Transformers has all of them.

@@ -43,7 +43,7 @@ class ModelArgument:
     kind: str  # "config", "folder" (with a config and no weights), "weights" (a folder), "type" or "hub"
     name: str  # the path, the model type or the name on the hub
     model_type: str = ""  # empty for an adapter's folder, which has no config.json, and for the hub
-    local_only: bool = False  # only the local cache of the hub may be used
+    local_only: bool = False  # it must be in the local cache: Transformers tries to reach the hub for half a minute
     attention: str | None = None
     trust: bool = False  # the modeling code that comes with the model may run
     checked: str = ""  # what say printed
@@ -148,25 +148,19 @@ def config_of(found: ModelArgument) -> Any:
             return AutoConfig.for_model(found.name.partition(MASKED)[0])
         path = Path(found.name)
         where = str(path.parent) if found.kind == "config" and path.name == "config.json" else found.name
-        return AutoConfig.from_pretrained(where, trust_remote_code=found.trust, **local(found))
+        return AutoConfig.from_pretrained(where, trust_remote_code=found.trust, local_files_only=found.local_only)
     except Exception as error:  # configs of new models run code of theirs
         raise cannot(f"{found.given}: Transformers cannot read its config ({in_one_line(error)})") from None
-
-
-def local(found: ModelArgument) -> dict[str, Any]:
-    # local_files_only keeps Transformers from trying to reach the hub.
-    return {"local_files_only": True} if found.local_only else {}
 
 
 # --- the hub: whether a model of it can be loaded, with one request of at most a few seconds -------------------------
 
 
 def must_stay_local(name: str, hint: str) -> bool:
-    # If the hub does not answer or does not have the model, local_files_only keeps Transformers from trying to reach
-    # the hub, which takes half a minute.
+    # It must if the hub does not answer or does not have the model.
     if not _HUB_NAME.fullmatch(name):
         raise cannot(f"looked for a name on the hub, such as org/name, found {name!r}.", hint)
-    from huggingface_hub import constants
+    from huggingface_hub import constants, try_to_load_from_cache
 
     problem = "HF_HUB_OFFLINE is set"
     if not constants.HF_HUB_OFFLINE:
@@ -177,7 +171,7 @@ def must_stay_local(name: str, hint: str) -> bool:
         thread.start()
         thread.join(seconds)
         problem = found[0] if found else f"{constants.ENDPOINT} did not answer within {seconds:g} s"
-    if problem and not _is_cached(name):
+    if problem and not isinstance(try_to_load_from_cache(name, "config.json"), str):
         raise cannot(
             f"{name!r} is no file or folder here, and it cannot be loaded from the hub: {problem}, and it is not in "
             "the local cache. Give a folder or a config.json, or a model type (fa2patch architectures lists them).",
@@ -199,9 +193,3 @@ def _request(name: str, seconds: float) -> str:
     except Exception as error:  # requests' and httpx's errors have no common base class
         return f"{constants.ENDPOINT} cannot be reached ({in_one_line(error)[:150]})"
     return ""
-
-
-def _is_cached(name: str) -> bool:
-    from huggingface_hub import try_to_load_from_cache
-
-    return isinstance(try_to_load_from_cache(name, "config.json"), str)

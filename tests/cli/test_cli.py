@@ -18,8 +18,8 @@ from evidence import GOOD, evidence
 from compat_matrix import run as matrix_run
 from compat_matrix.environments import tomllib
 from compat_matrix.user_models.matrix import model as model_of
-from fa2patch.cli import NEEDED, kernels
-from fa2patch.cli.commands import COMMANDS, main
+from fa2patch.cli import kernels
+from fa2patch.cli.commands import COMMANDS, NEEDED, main
 
 ROOT = Path(__file__).parents[2]
 LLAMA = str(ROOT / "tests" / "own_configs" / "llama_3_1.json")
@@ -153,7 +153,7 @@ def test_the_command_line_imports_nothing_heavy():
 
 
 def test_the_list_of_commands_is_whole():
-    for name, (_, what) in COMMANDS.items():
+    for name, what in COMMANDS.items():
         command = main.get_command(None, name)
         assert command.name == name and what in output("--help").replace("\n                 ", " ")
 

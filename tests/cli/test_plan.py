@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from fa2patch.cli import commands
-from fa2patch.cli.planning import compared
+from fa2patch.cli.plan import compared
 from fa2patch.packing import plan
 
 LENGTHS = np.random.default_rng(0).integers(3, 400, 200)

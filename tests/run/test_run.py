@@ -47,7 +47,7 @@ import fa2patch
 from compat_matrix import environments, tiny_models
 from compat_matrix.user_models import matrix
 from fa2patch.cli import commands as cli
-from fa2patch.cli import running
+from fa2patch.cli import run as run_command
 from fa2patch.errors import KernelUnavailable, UnknownKernel
 from fa2patch.packing.passes import Counts
 from fa2patch.run import flattening, patcher
@@ -293,7 +293,7 @@ def test_the_environment_reaches_further_processes_once():
 
 def test_options_end_where_the_script_begins(monkeypatch):
     asked = []
-    monkeypatch.setattr(running, "start", lambda command, options: asked.append((command, options)))
+    monkeypatch.setattr(run_command, "start", lambda command, options: asked.append((command, options)))
 
     def line(*arguments):
         done = CliRunner().invoke(cli.main, ["run", *arguments])

@@ -32,7 +32,6 @@ from ..upstream.find_models import embedding_of, is_transformers_model, models, 
 from ..upstream.step import Tally
 from . import flattening
 from .start import RunOptions, say
-from .startup.fa2patch_startup import WATCHED
 
 PACKED = "packed"
 
@@ -58,8 +57,7 @@ class Patcher:
         self._model_classes: tuple[Any, ...] = ()
         self._holders: tuple[Any, ...] = ()
 
-    def watch(self, module: ModuleType) -> None:
-        kind, _, name = WATCHED[module.__name__].partition(":")
+    def watch(self, kind: str, name: str, module: ModuleType) -> None:
         cls = getattr(module, name, None)
         if not self.active or cls is None:  # newer releases keep the module of an older one for its name only
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import os
@@ -52,6 +53,7 @@ from fa2patch.errors import KernelUnavailable, UnknownKernel
 from fa2patch.packing.passes import Counts
 from fa2patch.run import flattening, patcher
 from fa2patch.run import start as run
+from fa2patch.run.startup import fa2patch_startup
 from fa2patch.upstream import transformers_names
 
 HERE = Path(__file__).parent
@@ -77,8 +79,8 @@ def hooked():
     def hooked(**options):
         hooked.off()
         made.append(patcher.Patcher(run.RunOptions(**options)))
-        for name in patcher.WATCHED:
-            wrapt.register_post_import_hook(made[-1].watch, name)
+        for name, (kind, cls) in fa2patch_startup.WATCHED.items():
+            wrapt.register_post_import_hook(functools.partial(made[-1].watch, kind, cls), name)
 
     hooked.off = lambda: [each.off() for each in made]
     yield hooked
@@ -578,7 +580,7 @@ class Holder:
 def holders(monkeypatch):
     # The module of the class is known, as one of a package that is watched.
     name = "package_of_holders"
-    monkeypatch.setitem(patcher.WATCHED, name, "holders:Holder")
+    monkeypatch.setitem(fa2patch_startup.WATCHED, name, ("holders", "Holder"))
     monkeypatch.setitem(sys.modules, name, SimpleNamespace(__name__=name, Holder=Holder))
 
 
@@ -1045,6 +1047,6 @@ def test_processes_that_a_script_starts_are_reached(folder):
 
 def test_what_waits_for_transformers_names_its_modules_as_fa2patch_does():
     # The file that waits imports nothing of fa2patch, so it names them once more.
-    watched = {*patcher.WATCHED.items()}
-    assert {(name, f"models:{transformers_names.PRETRAINED}") for name in transformers_names.MODELING} <= watched
-    assert {(name, f"trainers:{transformers_names.TRAINER}") for name in transformers_names.TRAINERS} <= watched
+    watched = {*fa2patch_startup.WATCHED.items()}
+    assert {(name, ("models", transformers_names.PRETRAINED)) for name in transformers_names.MODELING} <= watched
+    assert {(name, ("trainers", transformers_names.TRAINER)) for name in transformers_names.TRAINERS} <= watched

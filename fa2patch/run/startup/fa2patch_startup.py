@@ -14,12 +14,12 @@ from types import ModuleType
 # models: class methods return Transformers models. trainers: objects train models. holders: objects hold one
 # Transformers model and make batches for it, so fa2patch.apply is called with the object.
 WATCHED = {
-    "transformers.modeling_utils": "models:PreTrainedModel",
-    "transformers.trainer": "trainers:Trainer",
-    "sentence_transformers.SentenceTransformer": "holders:SentenceTransformer",
-    "sentence_transformers.cross_encoder.CrossEncoder": "holders:CrossEncoder",
-    "sentence_transformers.sparse_encoder.SparseEncoder": "holders:SparseEncoder",
-    "sentence_transformers.base.model": "holders:BaseModel",
+    "transformers.modeling_utils": ("models", "PreTrainedModel"),
+    "transformers.trainer": ("trainers", "Trainer"),
+    "sentence_transformers.SentenceTransformer": ("holders", "SentenceTransformer"),
+    "sentence_transformers.cross_encoder.CrossEncoder": ("holders", "CrossEncoder"),
+    "sentence_transformers.sparse_encoder.SparseEncoder": ("holders", "SparseEncoder"),
+    "sentence_transformers.base.model": ("holders", "BaseModel"),
 }
 
 PACKAGES = {module.partition(".")[0] for module in WATCHED}
@@ -51,7 +51,7 @@ def _imported(module: ModuleType) -> None:
         _fa2patch()
         from fa2patch.run import patcher
 
-        patcher.of_this_process().watch(module)
+        patcher.of_this_process().watch(*WATCHED[module.__name__], module)
     except Exception as error:
         _failed(error)
 

@@ -73,23 +73,22 @@ def _preview(model: Model, kernel: str) -> dict[str, Any]:
     inner = transformers_model(model)
     device, decoder, found = "cuda" if torch.cuda.is_available() else "cpu", models(inner)[-1], []
     with apply(inner, kernel=kernel) as patch:
-        picks, problem = _rehearsed(patch, device)
-        for layer in patch.attention:
+        problem, sites = _rehearse(patch, device), [layer.site for layer in patch.attention]
+        for layer, site in zip(patch.layers, sites):
             module = decoder.get_submodule(layer.name)
-            window, computed = getattr(module, "sliding_window", None), picks.of(module)
+            window = getattr(module, "sliding_window", None)
             found.append(
                 {
                     "name": layer.name,
                     "class": type(module).__name__,
                     "seam": layer.seam,
-                    "replaced": _named(layer.site),
+                    "replaced": _named(site),
                     "window": window if isinstance(window, int) else None,
-                    "kernel": computed.kernel.name if computed else None,
-                    "why": computed.why if computed else "",
+                    "kernel": layer.kernel,
+                    "why": layer.why,
                 }
             )
-        of_layers = {layer.site for layer in patch.attention}
-        besides = [_named(site) for site in patch.plan.sites if site not in of_layers]
+        besides = [_named(site) for site in patch.plan.sites if site not in sites]
     return {
         "model": type(inner).__name__,
         "model_type": str(getattr(decoder.config, "model_type", "")),
@@ -129,13 +128,14 @@ class _Rehearsal(Picks):
         return _Nothing()
 
 
-def _rehearsed(patch: Patch, device: str) -> tuple[_Rehearsal, str]:
-    # The second result is the error that kept the forward from further layers. Some models read tensor values, such as
-    # a mixture's routing, and fake tensors have none.
-    decoder, picks, shape = models(patch.model)[-1], _Rehearsal(patch.picks.given or patch.kernel, device), (1, 8)
-    ids, problem = torch.zeros(shape, dtype=torch.int64), ""
+def _rehearse(patch: Patch, device: str) -> str:
+    # A packed batch shows the patch which kernel each layer gets. The result is the error that kept the forward from
+    # further layers. Some models read tensor values, such as a mixture's routing, and fake tensors have none.
+    patch.picks = _Rehearsal(patch.picks.given or patch.kernel, device)
+    decoder, shape = models(patch.model)[-1], (1, 8)
+    ids = torch.zeros(shape, dtype=torch.int64)
     documents = Boundaries(torch.tensor([0, 3, 8], dtype=torch.int32), 5, 5, (3, 5))
-    mask = PackedMask(documents, picks, shape, 5, ids, patch.facts)
+    mask = PackedMask(documents, patch.picks, shape, 5, ids, patch.facts)
     weight: Any = next(patch.model.parameters())
     try:
         with weight.fake_mode, torch.no_grad():
@@ -143,8 +143,8 @@ def _rehearsed(patch: Patch, device: str) -> tuple[_Rehearsal, str]:
     except Fa2PatchError:
         raise
     except Exception as error:
-        problem = in_one_line(error)
-    return picks, problem
+        return in_one_line(error)
+    return ""
 
 
 def _named(site: Site) -> str:

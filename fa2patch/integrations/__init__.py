@@ -21,26 +21,21 @@ def said_after_a_step(trainer: Any) -> None:
     # After its first step, a Trainer says on stderr what computed the model's layers.
     from transformers import TrainerCallback
 
+    from ..patch.applying import status
+    from ..run.start import say
+
     class AfterAStep(TrainerCallback):
         said = False
 
         def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:
-            if not self.said:
-                self.said = True
-                _say_what_computed(model)
+            patch = None if self.said else status(model)
+            self.said = True
+            layers = () if patch is None else patch.layers
+            kernels = [layer.kernel for layer in layers if layer.kernel is not None]
+            if kernels:
+                named = "; ".join(sorted({*kernels}))
+                say(f"the first step was packed. {len(kernels)} of {len(layers)} layers were computed with: {named}.")
+            elif layers:
+                say("in the first step, no layer computed a packed row outside of a compiled graph.")
 
     trainer.add_callback(AfterAStep())
-
-
-def _say_what_computed(model: Any) -> None:
-    from ..patch.applying import status
-    from ..run.start import say
-
-    patch = status(model)
-    layers = () if patch is None else patch.layers
-    kernels = sorted({layer.kernel for layer in layers if layer.kernel is not None})
-    computed = sum(layer.kernel is not None for layer in layers)
-    if kernels:
-        say(f"the first step was packed. {computed} of {len(layers)} layers were computed with: {'; '.join(kernels)}.")
-    elif layers:
-        say("in the first step, no layer computed a packed row outside of a compiled graph.")

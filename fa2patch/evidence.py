@@ -72,9 +72,7 @@ def minors_with(states: States) -> list[str]:
 def isolates(model_type: str, version: str) -> bool:
     # Every cell of the architecture in this minor must be isolated, and there must be one.
     cells = (states for name, states in by_architecture().items() if name.partition(":")[0] == model_type)
-    found = [state_in(minor_of(version), states)[0] for states in cells]
-    found = [state for state in found if state != "absent"]
-    return bool(found) and set(found) == {"ok"}
+    return {state_in(minor_of(version), states)[0] for states in cells} - {"absent"} == {"ok"}
 
 
 def stretches(names: Iterable[T], wanted: Collection[T]) -> list[tuple[T, T]]:

@@ -108,15 +108,15 @@ def model_type_of(given: str, names: Iterable[str]) -> str | None:
     if given in names:
         return given
     base, masked, _ = given.partition(MASKED)
-    found = [name for name in names if _bare(name) == _bare(base)]
+    found = [name for name in names if _letters(name) == _letters(base)]
     return found[0] + masked if len(found) == 1 else None
 
 
 def suggestions(given: str, names: Iterable[str]) -> list[str]:
     plain: dict[str, str] = {}
     for name in names:
-        plain.setdefault(_bare(name.partition(MASKED)[0]), name)
-    wanted = re.sub(r"(for|model$)[a-z]*$", "", _bare(given.partition(MASKED)[0]))  # LlamaForCausalLM
+        plain.setdefault(_letters(name.partition(MASKED)[0]), name)
+    wanted = re.sub(r"(for|model$)[a-z]*$", "", _letters(given.partition(MASKED)[0]))  # LlamaForCausalLM
     return [plain[name] for name in get_close_matches(wanted, plain, n=3, cutoff=0.6)]
 
 
@@ -127,7 +127,7 @@ def did_you_mean(given: str, names: Iterable[str]) -> str:
     return f" Did you mean {listed}?" if last else ""
 
 
-def _bare(name: str) -> str:
+def _letters(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", name.lower())
 
 

@@ -30,7 +30,7 @@ LOOK_AT_BATCHES = (
 )  # fmt: skip
 
 
-def name(collator: Any) -> str:
+def collator_name(collator: Any) -> str:
     return str(getattr(collator, "__name__", type(collator).__name__))
 
 
@@ -51,16 +51,16 @@ def why_trainer_stays_padded(trainer: Any) -> str:
     except NotAModel:
         return f"{type(trainer.model).__name__} holds no Transformers model"
     collator, args, accelerator = trainer.data_collator, trainer.args, trainer.accelerator
-    home = getattr(collator, "__module__", type(collator).__module__)
+    name, home = collator_name(collator), getattr(collator, "__module__", type(collator).__module__)
     tensors, looks = getattr(collator, "return_tensors", "pt"), replaced(trainer, LOOK_AT_BATCHES)
     shared, dispatched = getattr(accelerator, "parallelism_config", None), _dispatched(trainer)
     return _first({
         f"{type(model).__name__} is not patched": status(model) is None,
         f"{type(model).__name__} does not predict the next token": not model.can_generate(),
-        f"{name(collator)}, of {home}, is none of the collators that are known to pad and no more":
-            home not in COLLATORS or name(collator) not in STANDARD,
-        f"this {name(collator)} masks tokens at random (mlm=True)": getattr(collator, "mlm", False),
-        f"this {name(collator)} makes no torch tensors (return_tensors={tensors!r})": tensors != "pt",
+        f"{name}, of {home}, is none of the collators that are known to pad and no more":
+            home not in COLLATORS or name not in STANDARD,
+        f"this {name} masks tokens at random (mlm=True)": getattr(collator, "mlm", False),
+        f"this {name} makes no torch tensors (return_tensors={tensors!r})": tensors != "pt",
         looks: looks,
         "its compute_loss_func may look at rows": getattr(trainer, "compute_loss_func", None),
         f"DataParallel would cut the one row for {args.n_gpu} GPUs; start it with torchrun": args.n_gpu > 1,

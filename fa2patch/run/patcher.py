@@ -304,9 +304,10 @@ class Patcher:
         if stays_padded:
             say(f"{name} trains padded, as it would without --collate: {stays_padded}.")
         else:
+            collator = flattening.collator_name(trainer.data_collator)
             self._say_unless_quiet(
-                f"{name} trains on what its {flattening.name(trainer.data_collator)} gives laid end to end, without "
-                "the padding; the same mini-batches, the same steps. Evaluation stays padded."
+                f"{name} trains on what its {collator} gives laid end to end, without the padding; the same "
+                "mini-batches, the same steps. Evaluation stays padded."
             )
 
 

@@ -21,7 +21,8 @@ from ...kernels.options import from_keywords
 from ..facts import Site
 from ..inspecting import casts_states, reads_name
 from ..other_code import require_of_model
-from ..packed_mask import LOOKED_AT, PackedMask
+from ..packed_mask import PackedMask
+from ..prepared import LOOKED_AT
 from ..transformers_names import ATTENTION_FUNCTIONS, EAGER
 
 

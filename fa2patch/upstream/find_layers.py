@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Callable
 
 import torch
 
@@ -81,7 +81,7 @@ class ModelLayers:
                 layers.append(replace(found, name=name, module=module))
         users = layers and mask_makers.of_the_user(decoder, self.mask_makers[type(decoder)])
         if users or any(_only_by_document(layer, decoder) for layer in layers):
-            site = of_forward(decoder, _as_it_is)  # replaced for every patched model, so nothing is left to do
+            site = of_forward(decoder, _as_it_is)
             layers = [replace(layer, seam="document", site=site, others=()) for layer in layers]
         return tuple(layers)
 
@@ -142,6 +142,7 @@ def _of_dense_batches(layer: Layer, implementation: str | None) -> Iterator[Any]
 
 
 def _as_it_is(original: Function) -> Function:
+    # This site needs no replacement of its own: the forward of a base model is replaced for every patched model.
     return original
 
 
@@ -191,10 +192,10 @@ def blocks_without(model: ModelLayers) -> dict[str, str]:
 
 
 def _may_look_around(block: torch.nn.Module) -> bool:
-    # Not every block does: Nemotron-H has blocks with an MLP only.
+    # Not every block looks at other tokens: Nemotron-H has blocks with an MLP only.
     inside = {type(module) for module in named_modules(block).values() if module is not block}
     return "attention" in type(block).__name__.lower() or any(
-        "attention" in cls.__name__.lower() or _takes(cls.forward, _MASKS) for cls in inside if not is_of_torch(cls)
+        "attention" in cls.__name__.lower() or _takes_mask(cls.forward) for cls in inside if not is_of_torch(cls)
     )
 
 
@@ -213,35 +214,32 @@ _ARGUMENTS = {"cache_params", "conv_state", "conv_states", "ssm_state", "recurre
 _MASKS = ("attention_mask", "mask", "conv_mask")  # arguments through which a mixer is given the boundaries
 
 
-# Mamba up to 4.44 hands it to its layers instead of a mask
-_POSITIONS = ("cache_position",)
-# RWKV and xLSTM hand a cache or a state to their layers, which is known by what it is
-_CACHE: tuple[str, ...] = ()
+def _takes_mask(forward: Function) -> bool:
+    # *args may hold a mask, here and below.
+    return inspecting.takes_any_position(forward) or any(inspecting.takes(forward, name) for name in _MASKS)
 
 
-def _takes(forward: Function, names: Sequence[str]) -> bool:
-    # *args may hold such an argument.
-    if inspecting.takes_any_position(forward):
-        return True
-    return any(inspecting.takes(forward, name) for name in names or caches.taken_by(forward))
+def _takes_positions(forward: Function) -> bool:
+    # Mamba up to 4.44 hands cache_position to its layers instead of a mask.
+    return inspecting.takes_any_position(forward) or inspecting.takes(forward, "cache_position")
 
 
-def _module_takes(module: torch.nn.Module, names: Sequence[str]) -> bool:
-    owner = inspecting.defining(type(module), "forward")
-    return not is_of_torch(owner) and _takes(inspecting.forward_of(type(module)), names)
+def _takes_cache(forward: Function) -> bool:
+    # RWKV and xLSTM hand a cache or a state to their layers.
+    return inspecting.takes_any_position(forward) or bool(caches.taken_by(forward))
 
 
 def _mixer_layers(model: ModelLayers) -> Iterator[Layer]:
     # A mixer is given the boundaries in its own forward, or in that of the nearest module around it, which must take a
     # mask and hold no attention layer. In a model without attention, `cache_position` or a cache will do as well.
     names = [f"{layer.name}." for layer in model.attention]
-    ways = [_MASKS] if names else [_MASKS, _POSITIONS, _CACHE]
+    ways = [_takes_mask] if names else [_takes_mask, _takes_positions, _takes_cache]
     done: set[str] = set()
     for name in model.carrying:
         parts = name.split(".")
         around = [".".join(parts[:end]) for end in range(len(parts), 0, -1)]
         around = [path for path in around if not any(other.startswith(f"{path}.") for other in names)]
-        path = next((path for taken in ways for path in around if _module_takes(model.text_modules[path], taken)), None)
+        path = next((path for taken in ways for path in around if _takes(model.text_modules[path], taken)), None)
         if path is not None and path not in done:
             from .seams import mixer  # with its trials and what it splits, for models that have one
 
@@ -255,11 +253,16 @@ def carrier(model: ModelLayers) -> str:
     forward = type(model.decoder).forward
     given, cached = inspecting.upstream_parameters(forward), caches.taken_by(forward)
     # xLSTM's decoder takes a cache, its layers take state
-    ways = {MASK: _MASKS, "cache_position": _POSITIONS, **dict.fromkeys(cached, _CACHE)}
+    ways = {MASK: _takes_mask, "cache_position": _takes_positions, **dict.fromkeys(cached, _takes_cache)}
     for name, taken in ways.items():
-        if name in given and all(_module_takes(layer.module, taken) for layer in model.mixers):
+        if name in given and all(_takes(layer.module, taken) for layer in model.mixers):
             return name
     return MASK
+
+
+def _takes(module: torch.nn.Module, taken: Callable[[Function], bool]) -> bool:
+    owner = inspecting.defining(type(module), "forward")
+    return not is_of_torch(owner) and taken(inspecting.forward_of(type(module)))
 
 
 def mixers_among(modules: dict[str, Any], attention: Iterable[Layer]) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
@@ -35,14 +36,22 @@ def as_lengths(lengths: Any) -> Ints:
     return found.astype(np.int64, copy=False)
 
 
-def without_tokens(lengths: Ints) -> Ints:
-    return np.flatnonzero(lengths == 0)
+def token_count(example: Any) -> int:
+    return len(example["input_ids"] if hasattr(example, "keys") else example)
+
+
+def positive(name: str, value: Any, what: str = "number", below: int = 2**63) -> int:
+    try:
+        number = 0 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = 0
+    if not 1 <= number < below:
+        raise PackingError(f"{name}: expected a positive {what}, found {value!r}.")
+    return number
 
 
 def check_budget(max_tokens: object) -> int:
-    if isinstance(max_tokens, (int, np.integer)) and not isinstance(max_tokens, bool) and 1 <= max_tokens < 2**31:
-        return int(max_tokens)
-    raise PackingError(f"max_tokens: expected a positive number of tokens, found {max_tokens!r}.")
+    return positive("max_tokens", max_tokens, "number of tokens", 2**31)
 
 
 def check_policy(too_long: str, policies: Sequence[str] = ROWS, advice: str = "") -> None:

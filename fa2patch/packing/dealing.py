@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import PackingError
-from .budget import as_lengths, capped, check_budget, without_tokens
+from .budget import as_lengths, capped, check_budget, positive
 from .strategies import Floats, Ints, dealt, fewest, parted
 
 ATTENTION_COST = 1 / (12 * 4096)
@@ -107,8 +107,8 @@ def deal(
     """
     given, budget = as_lengths(lengths), check_budget(max_tokens)
     cost = check_attention_cost(attention_cost)
-    _check_number("ranks", ranks)
-    _check_number("passes", 1 if passes is None else passes)
+    positive("ranks", ranks)
+    positive("passes", 1 if passes is None else passes)
     kept = np.flatnonzero(given)
     sizes, costs = capped(given, budget, too_long)[kept], example_costs(given[kept], cost)
     found = dealt(sizes, costs, ranks, budget, passes)
@@ -126,13 +126,8 @@ def deal(
         np.bincount(found.pass_of, costs, ranks * number).astype(np.float64).reshape(ranks, number),
         max(1, -(-fewest(*np.unique(sizes, return_counts=True), budget) // ranks)),
         _least(costs, ranks),
-        without_tokens(given),
+        np.flatnonzero(given == 0),
     )
-
-
-def _check_number(name: str, number: object) -> None:
-    if not isinstance(number, (int, np.integer)) or isinstance(number, bool) or number < 1:
-        raise PackingError(f"{name}: expected a positive number, found {number!r}.")
 
 
 def check_attention_cost(attention_cost: object) -> float:

@@ -49,18 +49,24 @@ def of_plan(
     if not ordered:
         of_rows = np.add.reduceat(costs[plan.indices], plan.offsets[:-1]) if len(plan) else costs[:0]
         full = full[_alike(of_rows[full], ranks, window, rng).ravel()]
-    indices, counts = _taken(plan, full)
-    if not rest or drop_last:
+    # the places of the full rows' examples in the plan
+    counts = sizes[full]
+    places = np.repeat(plan.offsets[full] - (np.cumsum(counts) - counts), counts) + np.arange(counts.sum())
+
+    left_out, parts, again = _NONE, list[Ints](), list[Ints]()
+    if drop_last:
         left_out = np.sort(np.concatenate([_NONE, *last]))
-        return Epoch(indices, _offsets(counts), _NONE, left_out, np.ones(len(counts) // ranks, np.int64))
-    parts = _shared_out(np.concatenate(last), plan, costs, ranks) if taken == rest and not ordered else []
-    if not parts:
-        parts = divided(last, costs, taken - rest + ranks)
-    again = [parts[number % len(parts)] for number in range(-len(parts) % ranks)]
-    ends = [*parts, *again]
-    counts = np.concatenate([counts, [len(part) for part in ends]])
-    repeated, passes = np.sort(np.concatenate([_NONE, *again])), np.ones(len(counts) // ranks, np.int64)
-    return Epoch(np.concatenate([indices, *ends]), _offsets(counts), repeated, _NONE, passes)
+    elif rest:
+        examples = np.concatenate(last)
+        if taken == rest and not ordered and len(examples) >= ranks:  # other rows of them, if one for each rank will do
+            found = dealt(plan.lengths[examples], costs[examples], ranks, plan.max_tokens)
+            parts = [examples[found.pass_of == rank] for rank in range(ranks)] if found.passes == 1 else []
+        parts = parts or divided(last, costs, taken - rest + ranks)
+        again = [parts[number % len(parts)] for number in range(-len(parts) % ranks)]
+    counts = np.append(counts, np.array([len(part) for part in parts + again], np.int64))
+    indices = np.concatenate([plan.indices[places], *parts, *again])
+    passes = np.ones(len(counts) // ranks, np.int64)
+    return Epoch(indices, _offsets(counts), np.sort(np.concatenate([_NONE, *again])), left_out, passes)
 
 
 def _divisible(sizes: Ints, rest: int, ranks: int) -> int:
@@ -99,12 +105,6 @@ def of_mini_batches(
     return Epoch(np.concatenate(rows)[order], offsets, np.sort(again), left_out, np.array(passes, np.int64))
 
 
-def _taken(plan: Plan, rows: Ints) -> tuple[Ints, Ints]:
-    counts = np.diff(plan.offsets)[rows]
-    first = np.repeat(plan.offsets[rows] - (np.cumsum(counts) - counts), counts)
-    return plan.indices[first + np.arange(len(first))], counts
-
-
 def _offsets(counts: Ints) -> Ints:
     return np.append(0, np.cumsum(counts))
 
@@ -117,10 +117,3 @@ def _alike(costs: Floats, ranks: int, window: int, rng: np.random.Generator) -> 
     by_cost = [rows[np.argsort(costs[rows], kind="stable")] for rows in among]
     steps = np.concatenate([*by_cost, drawn[:0]]).reshape(-1, ranks)
     return rng.permuted(steps[rng.permutation(len(steps))], axis=1)
-
-
-def _shared_out(examples: Ints, plan: Plan, costs: Floats, ranks: int) -> list[Ints]:
-    found = dealt(plan.lengths[examples], costs[examples], ranks, plan.max_tokens)
-    if len(examples) < ranks or found.passes > 1:
-        return []
-    return [examples[found.pass_of == rank] for rank in range(ranks)]

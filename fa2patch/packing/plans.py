@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import PackingError
-from .budget import as_lengths, check_budget, cut, cut_out, without_tokens
+from .budget import as_lengths, check_budget, cut, cut_out
 from .strategies import STRATEGIES, Ints, Ints32, Strategy, by_key, fewest, mini_batches
 
 MINI_BATCHES = "mini_batches"
@@ -171,19 +171,19 @@ def plan(
     """
     given = as_lengths(lengths)
     rng = None if seed is None or strategy == "in_order" else np.random.default_rng(seed)
-    fill, limit = _strategy(strategy, max_tokens, batch_size)
+    fill, limit = strategy_of(strategy, max_tokens, batch_size)
     pieces = cut(given, 2**31 if fill is mini_batches else limit, too_long)
     rows, offsets = _rows(pieces.lengths.astype(np.int32), fill, limit, rng)
     tokens = np.add.reduceat(pieces.lengths[rows], offsets[:-1]) if len(rows) else np.empty(0, np.int64)
     budget = int(tokens.max(initial=1)) if fill is mini_batches else limit
-    left_out = pieces.dropped, pieces.truncated, without_tokens(given)
+    left_out = pieces.dropped, pieces.truncated, np.flatnonzero(given == 0)
     if pieces.cuts is None:
         return Plan(rows, offsets, tokens, budget, given, *left_out)
     indices, start, stop = (of_pieces[rows] for of_pieces in pieces.cuts)
     return Plan(indices, offsets, tokens, budget, given, *left_out, (start, stop))
 
 
-def _strategy(strategy: str, max_tokens: int | None, batch_size: int | None) -> tuple[Strategy, int]:
+def strategy_of(strategy: str, max_tokens: int | None, batch_size: int | None) -> tuple[Strategy, int]:
     # The number is the strategy's limit: the tokens of a row, or its examples for mini-batches.
     if strategy == MINI_BATCHES:
         if max_tokens is not None or batch_size is None or batch_size < 1:

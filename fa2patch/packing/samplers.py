@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import os
-import sys
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch.utils.data import Sampler
 
 from ..errors import PackingError
 from . import epochs
-from .budget import as_lengths, check_budget, check_policy, longer, without_tokens
+from .budget import as_lengths, check_budget, check_policy, longer, positive
 from .dealing import ATTENTION_COST, check_attention_cost, example_costs
 from .epochs import Epoch
-from .plans import MINI_BATCHES, plan
+from .plans import MINI_BATCHES, plan, strategy_of
+from .ranks import ALL_RANKS, replicas_and_rank
 from .strategies import Ints
-
-ALL_RANKS = "all"
 
 ANY_TOKENS = 2**62  # the budget of mini-batches without one
 
@@ -139,16 +135,20 @@ class PackedBatchSampler(Sampler[list[int]]):
     ) -> None:
         self.lengths = as_lengths(lengths)
         self.num_replicas, self.rank = replicas_and_rank(num_replicas, rank, ranks_per_row)
-        self._policies = ("error", "drop", "alone") if strategy == MINI_BATCHES else ("error", "drop")
-        check_policy(too_long, self._policies, " Cut the dataset before it is sampled.")
-        if window < 1:
-            raise PackingError(f"window: expected at least one step, found {window}.")
+        policies = ("error", "drop", "alone") if strategy == MINI_BATCHES else ("error", "drop")
+        check_policy(too_long, policies, " Cut the dataset before it is sampled.")
+        positive("window", window, "number of steps")
         self._asked: dict[str, Any] = {"max_tokens": max_tokens, "strategy": strategy, "too_long": too_long}
         self._attention_cost = check_attention_cost(attention_cost)
         self._window, self._drop_last, self._seed = window, drop_last, seed
         self.epoch = self._resume = self._step = self._first = 0
         self.global_batch_size = self._global(batch_size, global_batch_size)
-        self.dropped, self.empty = self._left_behind(), without_tokens(self.lengths)
+        if self.global_batch_size is None:
+            strategy_of(strategy, max_tokens, None)  # checks both
+        over = np.empty(0, np.int64)
+        if max_tokens is not None:
+            over = longer(self.lengths, check_budget(max_tokens), too_long, policies)
+        self.dropped, self.empty = over if too_long == "drop" else over[:0], np.flatnonzero(self.lengths == 0)
 
     def _global(self, batch_size: int | None, global_batch_size: int | None) -> int | None:
         # The number of examples in a step; None where tokens fill the rows of a step.
@@ -167,15 +167,6 @@ class PackedBatchSampler(Sampler[list[int]]):
             "mini_batches: expected batch_size, the examples of a rank, or global_batch_size, those of all "
             f"{ranks} ranks, at least one for each of them, found {named}."
         )
-
-    def _left_behind(self) -> Ints:
-        if self.global_batch_size is None:
-            return plan(self.lengths, seed=None, **self._asked).dropped
-        if self._asked["max_tokens"] is None:
-            return np.empty(0, np.int64)
-        policy = self._asked["too_long"]
-        found = longer(self.lengths, check_budget(self._asked["max_tokens"]), policy, self._policies)
-        return found if policy == "drop" else found[:0]
 
     @property
     def sampler(self) -> PackedBatchSampler:
@@ -296,71 +287,3 @@ class PackedBatchSampler(Sampler[list[int]]):
         planned = plan(self.lengths, seed=seed, **self._asked)
         ordered = self._asked["strategy"] == "in_order"
         return epochs.of_plan(planned, each, self.num_replicas, self._window, seed, self._drop_last, ordered)
-
-
-def replicas_and_rank(
-    num_replicas: int | None, rank: int | str | None, ranks_per_row: int | None
-) -> tuple[int, int | str]:
-    # A replica gets a row of its own in every step. It is one process or, under tensor and context parallelism, the
-    # group of processes that compute the row together.
-    size = _group_size(ranks_per_row, num_replicas, rank)
-    if num_replicas is None or rank is None:
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            processes, process = torch.distributed.get_world_size(), torch.distributed.get_rank()
-        else:
-            processes, process = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
-        if processes % size:
-            raise PackingError(
-                f"ranks_per_row: {processes} processes cannot be divided into groups of {size}. Start a multiple of "
-                f"{size} processes, or pass a size that divides {processes}."
-            )
-        num_replicas = processes // size if num_replicas is None else num_replicas
-        rank = process // size if rank is None else rank
-    if num_replicas < 1 or (rank != ALL_RANKS and not (isinstance(rank, int) and 0 <= rank < num_replicas)):
-        raise PackingError(
-            f"rank: expected one from 0 to num_replicas - 1, or 'all', found rank {rank!r} of {num_replicas}."
-        )
-    return num_replicas, rank
-
-
-def _group_size(given: int | None, num_replicas: int | None, rank: int | str | None) -> int:
-    known, sp_size = _of_accelerate()
-    if given is None:
-        return known or 1
-    if not isinstance(given, int) or isinstance(given, bool) or given < 1:
-        raise PackingError(f"ranks_per_row: expected a positive number of processes, found {given!r}.")
-    if given > 1 and (num_replicas is not None or rank not in (None, ALL_RANKS)):
-        raise PackingError(
-            f"ranks_per_row={given} with num_replicas={num_replicas} and rank={rank!r}: expected one or the other. "
-            "num_replicas and rank count groups of processes. Pass the number of groups and this process's group, or "
-            "ranks_per_row alone."
-        )
-    if known not in (None, given) and sp_size > 1:
-        raise PackingError(
-            f"ranks_per_row={given} with accelerate's sp_size={sp_size}: DeepSpeed's UlyssesSPDataLoaderAdapter "
-            "expects a row of its own from each rank, and would compute a row several times. Leave ranks_per_row out."
-        )
-    if known not in (None, given) and rank == ALL_RANKS:
-        raise PackingError(
-            f"ranks_per_row={given} with rank='all': accelerate distributes the rows, and its Accelerator gives the "
-            f"same row to {known} process{'es' if known != 1 else ''}. Leave ranks_per_row out, and pass "
-            "Accelerator(parallelism_config=ParallelismConfig(tp_size=..., cp_size=...))."
-        )
-    return given
-
-
-def _of_accelerate() -> tuple[int | None, int]:
-    """To how many processes accelerate gives the same row, and its ``sp_size``. None: there is no Accelerator."""
-    # Both are read where accelerate's loader reads them: from DeepSpeed's ``autotp_size``, else from the
-    # ParallelismConfig (accelerate 1.10 and later).
-    module: Any = sys.modules.get("accelerate.state")  # not imported: without an Accelerator there is nothing to read
-    if module is None or not module.is_initialized():
-        return None, 1
-    state = module.AcceleratorState()
-    config, plugin = getattr(state, "parallelism_config", None), getattr(state, "deepspeed_plugin", None)
-    sp_size = getattr(config, "sp_size", 1)
-    settings = plugin.deepspeed_config.get("tensor_parallel", {}) if plugin is not None else {}
-    size = settings.get("autotp_size", 1)
-    if size <= 1 and sp_size <= 1 and config is not None:
-        size = config.tp_size * config.cp_size
-    return max(size, 1), sp_size

@@ -13,6 +13,7 @@ import torch
 from ..documents.names import IGNORED_LABEL
 from ..documents.prefixes import Prefixes, prefix_tree
 from ..errors import PackingError
+from .budget import positive
 from .strategies import Ints
 
 # A segment more costs each layer about as much as a few tokens. On a CPU, prefixes that saved 2 tokens made a step
@@ -150,7 +151,7 @@ def share(
     arrays = _sequences(sequences)
     lengths = [len(array) for array in arrays]
     limits = lengths if prompts is None else _limits_of(prompts, lengths)
-    least = _checked_least(least)
+    least = positive("least", least, "number of tokens (1 shares every prefix)")
     shareable = [array[:limit] for array, limit in zip(arrays, limits)]
     keys = [tokens.astype(">i8").tobytes() for tokens in shareable]  # bytes sort as their tokens, fast
     order = sorted(range(len(keys)), key=keys.__getitem__)  # those with a common prefix are neighbours
@@ -235,13 +236,3 @@ def _limits_of(prompts: Any, lengths: Sequence[int]) -> list[int]:
                 f"prompts: sequence {index} has {length} tokens, so its prompt has 0 to {length}, found {limit}."
             )
     return limits
-
-
-def _checked_least(least: Any) -> int:
-    try:
-        number = operator.index(least)
-    except TypeError as error:
-        raise PackingError(f"least: expected a number of tokens, 1 or more, found {least!r}.") from error
-    if number < 1:
-        raise PackingError(f"least: expected a number of tokens, 1 or more, found {number}. 1 shares every prefix.")
-    return number

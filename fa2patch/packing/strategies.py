@@ -35,14 +35,6 @@ def fewest_rows(lengths: Ints32, max_tokens: int) -> Ints32:
     return _longest_first(lengths, max_tokens, _fewest_rows)
 
 
-def best_fit_decreasing(lengths: Ints32, max_tokens: int) -> Ints32:
-    return _longest_first(lengths, max_tokens, _best_fit)
-
-
-def first_fit_decreasing(lengths: Ints32, max_tokens: int) -> Ints32:
-    return _longest_first(lengths, max_tokens, partial(_best_fit, first_fit=True))
-
-
 def in_order(lengths: Ints32, max_tokens: int) -> Ints32:
     # This is next fit: a row begins where the next example does not fit.
     ends = np.cumsum(lengths, dtype=np.int64)
@@ -55,21 +47,8 @@ def in_order(lengths: Ints32, max_tokens: int) -> Ints32:
     return np.repeat(np.arange(len(counts), dtype=np.int32), counts)
 
 
-def by_length(lengths: Ints32, max_tokens: int) -> Ints32:
-    return _longest_first(lengths, max_tokens, in_order)
-
-
 def mini_batches(lengths: Ints32, batch_size: int) -> Ints32:
     return np.arange(len(lengths), dtype=np.int32) // batch_size
-
-
-STRATEGIES: dict[str, Strategy] = {
-    "fewest_rows": fewest_rows,
-    "best_fit_decreasing": best_fit_decreasing,
-    "first_fit_decreasing": first_fit_decreasing,
-    "in_order": in_order,
-    "sorted": by_length,
-}
 
 
 def by_key(keys: Ints32, descending: bool = False) -> Ints32:
@@ -233,6 +212,15 @@ def _fill(sizes: list[int], counts: list[int], max_tokens: int, first_fit: bool)
                 start, left = start + 1, 0
             keep(space, start, stop)
     return np.array(filled).reshape(-1, 3)
+
+
+STRATEGIES: dict[str, Strategy] = {
+    "fewest_rows": fewest_rows,
+    "best_fit_decreasing": partial(_longest_first, fill=_best_fit),
+    "first_fit_decreasing": partial(_longest_first, fill=partial(_best_fit, first_fit=True)),
+    "in_order": in_order,
+    "sorted": partial(_longest_first, fill=in_order),
+}
 
 
 # --- examples that arrive --------------------------------------------------------------------------------------------

@@ -15,9 +15,15 @@ import numpy as np
 from torch.utils.data import get_worker_info
 
 from ..errors import PackingError
-from .samplers import ALL_RANKS, replicas_and_rank
+from .ranks import ALL_RANKS, replicas_and_rank
 
 SPLIT = "split"
+
+_READ_ONCE = (
+    "the examples of the stream have been iterated before, and they can be read only once, as a generator can: a "
+    "second epoch would be empty, or begin where the first one ended. Pass an object that can be iterated again: a "
+    "list, a dataset, or one with an __iter__ that makes a new generator."
+)
 
 
 class StreamPart(NamedTuple):
@@ -53,35 +59,29 @@ def this_part(
     # set by datasets.distributed.split_dataset_by_node, and kept by what is derived from its result (datasets 2.8 on)
     split = getattr(examples, "_distributed", None) is not None
     if rows_are_dealt and (split or ranks not in (None, ALL_RANKS)):
-        raise PackingError(_DEALT_TWICE)
+        raise PackingError(
+            "accelerate (or Trainer) gives each rank some of the rows of this stream, and the stream has only those of "
+            "its own rank: most of them would be lost. Leave ranks out and pass the same examples in all ranks."
+        )
     if split and ranks not in (None, ALL_RANKS):
-        raise PackingError(_SPLIT_TWICE.format(ranks))
+        raise PackingError(
+            f"ranks={ranks!r}, but datasets.distributed.split_dataset_by_node has split the examples already: most of "
+            "them would be lost. Leave ranks out."
+        )
     if ranks is None and not split and not rows_are_dealt and found[1] > 1:
-        raise PackingError(_UNKNOWN_RANKS.format(found[1]))
+        raise PackingError(
+            f"the stream is read by {found[1]} ranks, and cannot know whether each of them has other examples: a "
+            "stream that is split twice loses examples, and one that is not split repeats them. Say it: ranks='split' "
+            "if the examples are the same in all ranks, so that each rank takes its part, or ranks='all' if they are a "
+            "part for each rank already (split_by_node of webdataset, shards of your own). What "
+            "datasets.distributed.split_dataset_by_node has split is recognised. With Trainer or accelerate, which "
+            "give each rank some of the rows, pass dispatch_batches=False instead (in Trainer "
+            "accelerator_config={'dispatch_batches': False}), because rows have different lengths."
+        )
     if ranks in (None, ALL_RANKS):
         return whole
     rank, count = found if ranks == SPLIT else ranks
     return whole._replace(rank=rank, ranks=count)
-
-
-_DEALT_TWICE = (
-    "accelerate (or Trainer) gives each rank some of the rows of this stream, and the stream has only those of its own "
-    "rank: most of them would be lost. Leave ranks out and pass the same examples in all ranks."
-)
-
-_SPLIT_TWICE = (
-    "ranks={0!r}, but datasets.distributed.split_dataset_by_node has split the examples already: most of them would be "
-    "lost. Leave ranks out."
-)
-
-_UNKNOWN_RANKS = (
-    "the stream is read by {0} ranks, and cannot know whether each of them has other examples: a stream that is split "
-    "twice loses examples, and one that is not split repeats them. Say it: ranks='split' if the examples are the same "
-    "in all ranks, so that each rank takes its part, or ranks='all' if they are a part for each rank already "
-    "(split_by_node of webdataset, shards of your own). What datasets.distributed.split_dataset_by_node has split is "
-    "recognised. With Trainer or accelerate, which give each rank some of the rows, pass dispatch_batches=False "
-    "instead (in Trainer accelerator_config={{'dispatch_batches': False}}), because rows have different lengths."
-)
 
 
 def check_ranks(ranks: Any) -> None:
@@ -108,35 +108,24 @@ class Source:
         examples: Any = self.examples
         if state is not None:
             if not has_state(examples):
-                raise PackingError(_STATE_OF_OTHERS)
+                raise PackingError(
+                    "the state holds a state of the examples, but these examples have no load_state_dict. Pass the "
+                    "examples that the stream had when the state was saved."
+                )
             # a copy, because datasets goes on at a loaded state in each later iteration too, until the next epoch
             examples = copy.copy(examples)
             examples.load_state_dict(state)
         first, rest, asked = _begun(examples, workers > 1)
         if once and workers > 1 and not asked:
-            raise PackingError(_SHARED_BY_WORKERS.format(workers))
+            raise PackingError(
+                f"the stream is read by {workers} workers of a DataLoader, and its examples can be read only once, as "
+                "a generator can: workers are copies of one process, and a file that is open already would be read by "
+                "all of them in turn. Pass num_workers=1 or 0, or examples with an __iter__ that makes a new generator."
+            )
         if self._had_some and not first and state is None:
             raise PackingError(_READ_ONCE)
         self._had_some |= bool(first)
         return examples, chain(first, rest), asked
-
-
-_READ_ONCE = (
-    "the examples of the stream have been iterated before, and they can be read only once, as a generator can: a "
-    "second epoch would be empty, or begin where the first one ended. Pass an object that can be iterated again: a "
-    "list, a dataset, or one with an __iter__ that makes a new generator."
-)
-
-_SHARED_BY_WORKERS = (
-    "the stream is read by {0} workers of a DataLoader, and its examples can be read only once, as a generator "
-    "can: workers are copies of one process, and a file that is open already would be read by all of them in turn. "
-    "Pass num_workers=1 or 0, or examples with an __iter__ that makes a new generator."
-)
-
-_STATE_OF_OTHERS = (
-    "the state holds a state of the examples, but these examples have no load_state_dict. Pass the examples that the "
-    "stream had when the state was saved."
-)
 
 
 def has_state(examples: Any) -> bool:

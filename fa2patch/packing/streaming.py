@@ -12,13 +12,10 @@ import torch
 from torch.utils.data import IterableDataset
 
 from ..errors import PackingError
-from .budget import as_lengths, check_budget, check_policy, cut, cut_out
+from .budget import as_lengths, check_budget, check_policy, cut, cut_out, token_count
+from .ranks import is_distributed
 from .strategies import Waiting
 from .stream_reader import START, Place, Reader, Source, StreamPart, check_ranks, this_part, this_rank
-
-
-def token_count(example: Any) -> int:
-    return len(example["input_ids"] if hasattr(example, "keys") else example)
 
 
 class Stream(IterableDataset[list[Any]]):
@@ -70,8 +67,7 @@ class Stream(IterableDataset[list[Any]]):
 
     def __getstate__(self) -> dict[str, Any]:
         # A worker that is started anew has no process group, and may not know its rank.
-        known = torch.distributed.is_available() and torch.distributed.is_initialized()
-        return {**self.__dict__, "_iteration": None, "_rank": this_rank() if known else self._rank}
+        return {**self.__dict__, "_iteration": None, "_rank": this_rank() if is_distributed() else self._rank}
 
     @property
     def fill(self) -> float:
@@ -195,7 +191,12 @@ class _Iteration:
 
     def _resume(self, state: Mapping[str, Any]) -> None:
         if list(state["part"]) != self._part.number:
-            raise PackingError(_OTHER_PART.format(*state["part"], *self._part.number))
+            (was, of), (now, count) = state["part"], self._part.number
+            raise PackingError(
+                f"the state is that of process {was} of {of} that read the stream (ranks times workers), and this is "
+                f"process {now} of {count}, which has other examples. Save the state of each rank, load each in its "
+                "rank, and keep the number of ranks and workers, or start a new epoch."
+            )
         again = Place(**state["again"])
         # a state of the examples may not lead to the same ones, as with a shuffle buffer of datasets; reading all does
         for place in (again, START) if again.state is not None else (START,):
@@ -203,10 +204,13 @@ class _Iteration:
             if self._reads_again(state):
                 break
         else:
-            raise PackingError(_OTHER_EXAMPLES.format(state["read"]))
+            raise PackingError(
+                f"the examples are not those that the state belongs to: of the {state['read']} that were read before "
+                "it, some are missing or others. Pass the same examples in the same order (the same files, seed and "
+                "epoch), or start a new epoch."
+            )
         self._ended = state["ended"]
-        stream = self._stream
-        stream._count(state["counts"])  # what is read again has been counted
+        self._stream._count(state["counts"])  # what is read again has been counted
 
     def _reads_again(self, state: Mapping[str, Any]) -> bool:
         """Read up to the state, and return whether the examples are the same."""
@@ -244,18 +248,6 @@ class _Iteration:
         assert found.cuts is not None, "the example is longer than max_tokens"
         spans = zip(found.cuts[1].tolist(), found.cuts[2].tolist())
         return [(start, stop, cut_out(example, start, stop, length)) for start, stop in spans]
-
-
-_OTHER_PART = (
-    "the state is that of process {0} of {1} that read the stream (ranks times workers), and this is process {2} of "
-    "{3}, which has other examples. Save the state of each rank, load each in its rank, and keep the number of ranks "
-    "and workers, or start a new epoch."
-)
-
-_OTHER_EXAMPLES = (
-    "the examples are not those that the state belongs to: of the {0} that were read before it, some are missing or "
-    "others. Pass the same examples in the same order (the same files, seed and epoch), or start a new epoch."
-)
 
 
 def stream(

@@ -21,7 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 from .._torch import eagerly
 from ..documents.row_shape import PLAIN, RowShape
 from ..errors import Fa2PatchError
-from ..packing.passes import Counts, Passes, as_units, cut_into_passes
+from ..packing.passes import Counts, Passes, cut_into_passes
+from ..packing.units import as_units
 from ..patch.applying import budget_of, status
 from ..patch.model_plan import ModelPlan
 from ..patch.state import Patch

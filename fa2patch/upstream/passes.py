@@ -25,7 +25,9 @@ from ..documents.names import LENGTHS, MEDIA, PARENTS
 from ..documents.row_shape import PLAIN, RowShape
 from ..errors import OverBudget
 from ..packing.budget import PASSES, check_budget, check_policy
-from ..packing.passes import Counts, Units, agreed, cut_into_passes
+from ..packing.passes import Counts, cut_into_passes
+from ..packing.ranks import agreed
+from ..packing.units import Units
 from . import attached, caches
 from .find_models import is_sharded
 from .forward import prepare, thread

@@ -65,7 +65,7 @@ def test_ranks_make_as_many_passes_within_the_budget(ranks: list[list[int]], bud
     needed = max(len(passes(batch, budget)) for batch in batches)
     for lengths, batch in zip(ranks, batches):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sys.modules["fa2patch.packing.passes"], "of_all_ranks", lambda own: [own, (needed, "")])
+            patch.setattr(sys.modules["fa2patch.packing.ranks"], "of_all_ranks", lambda own: [own, (needed, "")])
             cut = passes(batch, budget, every_rank=True)
             parts = list(cut)
         assert len(parts) == len(cut) == needed

@@ -267,8 +267,8 @@ def test_what_a_model_made_is_split_into_sequences() -> None:
         ([[1, 2]], {"prompts": [1, 1]}, "one number for each of 1 sequences, found 2"),
         ([[1, 2]], {"prompts": [3]}, "sequence 0 has 2 tokens, so its prompt has 0 to 2, found 3"),
         ([[1, 2]], {"prompts": [-1]}, "found -1"),
-        ([[1, 2]], {"least": 0}, "least: expected a number of tokens, 1 or more, found 0"),
-        ([[1, 2]], {"least": None}, "least: expected a number of tokens, 1 or more, found None"),
+        ([[1, 2]], {"least": 0}, r"a positive number of tokens \(1 shares every prefix\), found 0"),
+        ([[1, 2]], {"least": None}, "least: expected a positive number of tokens .*found None"),
     ],
 )
 def test_errors(sequences: Any, options: dict[str, Any], message: str) -> None:

@@ -63,7 +63,7 @@ def test_ranks_make_as_many_passes_of_few_documents(ranks: list[list[int]]) -> N
     needed = max(len(passes(batch, BUDGET, **STILL)) for batch in batches)
     for lengths, batch in zip(ranks, batches):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sys.modules["fa2patch.packing.passes"], "of_all_ranks", lambda own: [own, (needed, "")])
+            patch.setattr(sys.modules["fa2patch.packing.ranks"], "of_all_ranks", lambda own: [own, (needed, "")])
             cut = passes(batch, BUDGET, every_rank=True, **STILL)
         assert len(cut) == needed and max(map(len, cut.units)) <= 4
         assert sorted(np.concatenate(cut.units).tolist()) == list(range(len(lengths)))

@@ -115,7 +115,12 @@ class DataCollatorWithFlattening:
             integer("separator_id", self.separator_id)
         if self.pad_to_multiple_of is not None:
             integer("pad_token_id", self.pad_token_id)
-        self._check_shape()
+        self._shape()  # which checks its options itself
+        for name in ("max_documents", "longest_document"):
+            if getattr(self, name) is not None and not self.return_flash_attn_kwargs:
+                raise CollatorError(f"{name} is of lengths: set return_flash_attn_kwargs=True, too.")
+        if self.max_documents is not None and self.document_labels:
+            raise CollatorError("document_labels are as many as the documents: leave max_documents out.")
         if not isinstance(self.loss_masks, Iterable) or isinstance(self.loss_masks, str):
             raise CollatorError(
                 f"loss_masks: expected names of columns, found {shown(self.loss_masks)}. Put it in a list."
@@ -126,18 +131,8 @@ class DataCollatorWithFlattening:
         if self.loss_weights and self.document_labels:
             raise CollatorError("loss_weights are of labels of tokens: leave them out with document_labels=True.")
 
-    @property
     def _shape(self) -> RowShape:
-        # The options may be set later, too.
         return RowShape(self.pad_to_multiple_of, self.max_documents, self.longest_document, error=CollatorError)
-
-    def _check_shape(self) -> None:
-        shape = self._shape  # which checks its options itself
-        for name in ("max_documents", "longest_document"):
-            if getattr(shape, name) is not None and not self.return_flash_attn_kwargs:
-                raise CollatorError(f"{name} is of lengths: set return_flash_attn_kwargs=True, too.")
-        if self.max_documents is not None and self.document_labels:
-            raise CollatorError("document_labels are as many as the documents: leave max_documents out.")
 
     def __call__(
         self, features: Iterable[Mapping[str, Any]], return_tensors: str | None = None, separator_id: int | None = None
@@ -187,10 +182,62 @@ class DataCollatorWithFlattening:
         """
         framework = self.framework(return_tensors)
         separator = self.separator_id if separator_id is None else integer("separator_id", separator_id)
-        arrays, longest = self._arrays(features, separator)
-        batch = of_framework(framework, arrays)
+        shape = self._shape()  # the options may be set later, too
+        examples = present(features)
+        targets = _labels_taken_out(examples) if self.document_labels else []
+        flat = read_examples(examples, self.position_ids_start)
+        self.empty += len(examples) - len(flat.kept)
+        targets = [targets[number] for number in flat.kept] if targets else []
+        tokens = sum(flat.lengths)
+        check_columns(flat, self.loss_weights)
+        self._add_labels(flat)
+        row, lengths = self._padded(flat, shape.length(tokens) - tokens)
+
+        if "position_ids" in row:
+            documents = document_lengths(row["position_ids"], lengths)
+            if not (self.return_flash_attn_kwargs or self.return_seq_idx):
+                _require_visible_starts(row["position_ids"], lengths, flat.kept)
+        else:
+            documents = lengths
+            row["position_ids"] = restarting(lengths, self.position_ids_start)
+        held = len(documents) - (tokens < sum(lengths))
+        if self.max_documents is not None and held > self.max_documents:
+            raise CollatorError(
+                f"max_documents={self.max_documents}, but a row has {held} documents. Raise max_documents to the most "
+                "that a row may hold (of a packing.plan: max(map(len, plan))), or put fewer into a row."
+            )
+
+        if self.document_labels:
+            labels = _labels_of_documents(targets, documents, lengths, flat.kept)
+        else:
+            labels = row["labels"]
+            if separator is not None:
+                first = starts(documents)
+                self._say_what_is_lost(labels, row["input_ids"], first[first < tokens])
+                labels[first] = separator
+            labels[tokens:] = IGNORED_LABEL
+            labels = labels[None]
+
+        # the keys come in the order of Transformers' collator
+        arrays = {"input_ids": row["input_ids"][None]}
+        if labels is not None:
+            arrays["labels"] = labels
+        if self.return_position_ids:
+            arrays["position_ids"] = row["position_ids"][None]
+        if self.return_seq_idx:
+            arrays["seq_idx"] = np.repeat(np.arange(len(documents), dtype=np.int32), documents)[None]
         if self.return_flash_attn_kwargs:
-            batch["max_length_q"] = batch["max_length_k"] = self._shape.longest([longest])
+            arrays["cu_seq_lens_q"] = shape.ends(documents)
+            arrays["cu_seq_lens_k"] = arrays["cu_seq_lens_q"].copy()
+        arrays.update({key: values[None] for key, values in row.items() if key not in IDS})
+        if self.pad_to_multiple_of is not None:  # every batch of a loader has the same keys
+            arrays[REAL] = (np.arange(sum(lengths)) < tokens).astype(np.int64)[None]
+        if self.loss_weights:
+            found = weighted(row, documents, self.loss_weights)
+            arrays.update({key: values[None] for key, values in found.items()})
+        batch = of_framework(framework, arrays)  # the arrays share no memory with the examples or with each other
+        if self.return_flash_attn_kwargs:
+            batch["max_length_q"] = batch["max_length_k"] = shape.longest([max(documents)])
         return batch
 
     def with_first_labels(self) -> DataCollatorWithFlattening:
@@ -211,44 +258,6 @@ class DataCollatorWithFlattening:
             raise CollatorError(f"return_tensors: expected 'pt' or 'np', found {shown(framework)}.{advice}")
         return framework
 
-    def _arrays(self, features: Iterable[Mapping[str, Any]], separator: int | None) -> tuple[Columns, int]:
-        # The arrays share no memory with the examples or with each other. The second result is the longest document.
-        examples = present(features)
-        targets = _labels_taken_out(examples) if self.document_labels else []
-        flat = read_examples(examples, self.position_ids_start)
-        self.empty += len(examples) - len(flat.kept)
-        targets = [targets[number] for number in flat.kept] if targets else []
-        tokens = sum(flat.lengths)
-        check_columns(flat, self.loss_weights)
-        self._add_labels(flat)
-        row, lengths = self._padded(flat)
-        if "position_ids" in row:
-            documents = document_lengths(row["position_ids"], lengths)
-            if not (self.return_flash_attn_kwargs or self.return_seq_idx):
-                _require_visible_starts(row["position_ids"], lengths, flat.kept)
-        else:
-            documents = lengths
-            row["position_ids"] = restarting(lengths, self.position_ids_start)
-        held = len(documents) - (tokens < sum(lengths))
-        if self.max_documents is not None and held > self.max_documents:
-            raise CollatorError(
-                f"max_documents={self.max_documents}, but a row has {held} documents. Raise max_documents to the most "
-                "that a row may hold (of a packing.plan: max(map(len, plan))), or put fewer into a row."
-            )
-        if self.document_labels:
-            labels = _labels_of_documents(targets, documents, lengths, flat.kept)
-        else:
-            labels = row["labels"]
-            if separator is not None:
-                first = starts(documents)
-                self._say_what_is_lost(labels, row["input_ids"], first[first < tokens])
-                labels[first] = separator
-            labels[tokens:] = IGNORED_LABEL
-            labels = labels[None]
-        if self.pad_to_multiple_of is not None:  # every batch of a loader has the same keys
-            row[REAL] = (np.arange(len(row["input_ids"])) < tokens).astype(np.int64)
-        return self._in_order(row, labels, documents), max(documents)
-
     def _say_what_is_lost(self, labels: Array, ids: Array, first: Array) -> None:
         # In a causal LM a document's first label is its own token, or it is ignored. Any other one is worth a warning.
         lost = first[(labels[first] != ids[first]) & (labels[first] != IGNORED_LABEL)]
@@ -259,7 +268,7 @@ class DataCollatorWithFlattening:
                 f"it. Here one is {labels[lost[0]]} for the token {ids[lost[0]]}: if labels are of their own "
                 "tokens (a token classifier, masked tokens), keep it with separator_id=None.",
                 UserWarning,
-                stacklevel=5,
+                stacklevel=3,
             )
 
     def _add_labels(self, flat: Flat) -> None:
@@ -272,17 +281,15 @@ class DataCollatorWithFlattening:
                     f"The examples have {' and '.join(unread)} and no labels: every token is learned, also those of "
                     f"prompts. Pass loss_masks={unread!r} to learn what the column marks, or leave the column out.",
                     UserWarning,
-                    stacklevel=4,
+                    stacklevel=3,
                 )
             columns["labels"] = columns["input_ids"].copy()
         selected = [_selected(name, columns.pop(name), flat) for name in self.loss_masks if name in columns]
         if selected:
             columns["labels"] = np.where(np.all(selected, axis=0), columns["labels"], IGNORED_LABEL)
 
-    def _padded(self, flat: Flat) -> tuple[Columns, list[int]]:
+    def _padded(self, flat: Flat, length: int) -> tuple[Columns, list[int]]:
         # The lengths are those of the examples, and last that of the padding, if there is any.
-        tokens = sum(flat.lengths)
-        length = self._shape.length(tokens) - tokens
         if not length:
             return flat.columns, flat.lengths
         row = {key: np.concatenate([values, np.zeros(length, values.dtype)]) for key, values in flat.columns.items()}
@@ -290,24 +297,6 @@ class DataCollatorWithFlattening:
         if "position_ids" in row:
             row["position_ids"][-length:] = restarting([length], self.position_ids_start)
         return row, [*flat.lengths, length]
-
-    def _in_order(self, row: Columns, labels: Array | None, documents: list[int]) -> Columns:
-        # The keys come in the order of Transformers' collator.
-        arrays = {"input_ids": row["input_ids"][None]}
-        if labels is not None:
-            arrays["labels"] = labels
-        if self.return_position_ids:
-            arrays["position_ids"] = row["position_ids"][None]
-        if self.return_seq_idx:
-            arrays["seq_idx"] = np.repeat(np.arange(len(documents), dtype=np.int32), documents)[None]
-        if self.return_flash_attn_kwargs:
-            arrays["cu_seq_lens_q"] = self._shape.ends(documents)
-            arrays["cu_seq_lens_k"] = arrays["cu_seq_lens_q"].copy()
-        arrays.update({key: values[None] for key, values in row.items() if key not in IDS})
-        if self.loss_weights:
-            found = weighted(row, documents, self.loss_weights)
-            arrays.update({key: values[None] for key, values in found.items()})
-        return arrays
 
 
 def of_framework(framework: str, arrays: Columns) -> dict[str, Any]:
@@ -334,10 +323,9 @@ def _selected(name: str, values: Array, flat: Flat) -> Array:
     selected: Array = values == 1
     (wrong,) = np.nonzero(~selected & (values != 0))
     if len(wrong):
-        example = flat.kept[int(np.searchsorted(ends(flat.lengths), wrong[0], side="right"))]
         raise CollatorError(
-            f"example {example}: the loss mask {name} holds {values[wrong[0]]}. Expected 0 and 1, because a mask "
-            "selects the tokens in the loss. Round it, or pass weights as the column loss_weights, with "
+            f"example {flat.number_of(wrong[0])}: the loss mask {name} holds {values[wrong[0]]}. Expected 0 and 1, "
+            "because a mask selects the tokens in the loss. Round it, or pass weights as the column loss_weights, with "
             'loss_weights="token".'
         )
     return selected

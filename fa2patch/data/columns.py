@@ -37,6 +37,10 @@ class Flat:
     # the numbers in the batch of the examples that have tokens, which errors name
     kept: list[int] = field(default_factory=list)
 
+    def number_of(self, token: int) -> int:
+        # This is the number in the batch of the example that holds a token.
+        return self.kept[int(np.searchsorted(ends(self.lengths), token, side="right"))]
+
     def examples(self) -> list[Columns]:
         parts = [slice(end - length, end) for length, end in zip(self.lengths, accumulate(self.lengths))]
         return [{key: values[part] for key, values in self.columns.items()} for part in parts]
@@ -233,13 +237,14 @@ def _set_positions(index: int, flat: Flat, documents: list[int], start: int) -> 
 
 def _visible_tokens(index: int, flat: Flat) -> Array | None:
     mask = flat.columns.pop("attention_mask", None)
-    visible = None if mask is None else mask == 1
-    if mask is not None and ((mask != 0) & (mask != 1)).any():
+    if mask is None:
+        return None
+    if ((mask != 0) & (mask != 1)).any():
         raise CollatorError(
             f"example {index}: attention_mask holds other numbers than 0 and 1. Pass packed documents as one "
             "example each, or say where they start by position_ids."
         )
-    return None if visible is None or visible.all() else visible
+    return None if mask.all() else mask == 1
 
 
 def _visible_lengths(visible: Array, lengths: Sequence[int]) -> list[int]:

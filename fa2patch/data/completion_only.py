@@ -84,7 +84,16 @@ class DataCollatorForCompletionOnlyLM:
     ) -> None:
         if mlm:
             raise CollatorError("mlm=True masks tokens at random, which is not training on completions. Leave it out.")
-        _refuse_tokenizers(response_template=response_template, instruction_template=instruction_template)
+        for name, template in (
+            ("response_template", response_template),
+            ("instruction_template", instruction_template),
+        ):
+            if _is_tokenizer(template):
+                raise CollatorError(
+                    f"{name}: expected text or token ids, found a tokenizer ({type(template).__name__}). Are the "
+                    "arguments the other way round? Templates come first, and the tokenizer is named: "
+                    'DataCollatorForCompletionOnlyLM("Answer:", tokenizer=tokenizer).'
+                )
         self.tokenizer = tokenizer
         self.response_template, self.instruction_template = response_template, instruction_template
         self.response_token_ids = self._encoded("response_template", response_template)
@@ -166,16 +175,14 @@ class DataCollatorForCompletionOnlyLM:
         self.empty += len(given) - len(examples)
         for index, example in zip(flat.kept, examples):
             example["labels"] = self._labels(index, example)
-        batch = self._row(examples, framework) if self.padding_free else self._padded(examples, framework)
+        if self.padding_free:
+            batch = self._flatten()(examples, framework)
+            batch["labels"][:, sum(flat.lengths) :] = self._ignored
+            if self.return_flash_attn_kwargs is None:
+                batch["cu_seq_lens_q"] = batch["cu_seq_lens_k"] = batch["cu_seq_lens_q"][None]
+        else:
+            batch = self._padded(examples, framework)
         return batch if self.tokenizer is None else _as_encoding(batch)
-
-    def _row(self, examples: Sequence[Columns], framework: str) -> dict[str, Any]:
-        batch = self._flatten()(examples, framework)
-        tokens = sum(len(example["input_ids"]) for example in examples)
-        batch["labels"][:, tokens:] = self._ignored
-        if self.return_flash_attn_kwargs is None:
-            batch["cu_seq_lens_q"] = batch["cu_seq_lens_k"] = batch["cu_seq_lens_q"][None]
-        return batch
 
     def _encoded(self, name: str, template: Template) -> list[int]:
         if isinstance(template, str):
@@ -287,17 +294,6 @@ class DataCollatorForCompletionOnlyLM:
 def _is_tokenizer(given: object) -> bool:
     # Text has `encode` too, and bytes have `decode`.
     return all(callable(getattr(given, name, None)) for name in ("encode", "decode"))
-
-
-def _refuse_tokenizers(**templates: object) -> None:
-    # A template is a tokenizer where the arguments are the other way round.
-    for name, given in templates.items():
-        if _is_tokenizer(given):
-            raise CollatorError(
-                f"{name}: expected text or token ids, found a tokenizer ({type(given).__name__}). Are the arguments "
-                "the other way round? Templates come first, and the tokenizer is named: "
-                'DataCollatorForCompletionOnlyLM("Answer:", tokenizer=tokenizer).'
-            )
 
 
 def _as_encoding(batch: dict[str, Any]) -> MutableMapping[str, Any]:

@@ -12,7 +12,7 @@ import numpy as np
 
 from ..documents.names import COUNTED_LABEL, IGNORED_LABEL, LOSS_LABELS, LOSS_WEIGHTS
 from ..errors import CollatorError
-from .columns import Array, Columns, Flat, ends, starts
+from .columns import Array, Columns, Flat, starts
 
 DOCUMENT, TOKEN = "document", "token"
 
@@ -40,8 +40,9 @@ def check_columns(flat: Flat, loss_weights: str | None) -> None:
         )
     (wrong,) = np.nonzero(~np.isfinite(weights))
     if len(wrong):
-        number = flat.kept[int(np.searchsorted(ends(flat.lengths), wrong[0], side="right"))]
-        raise CollatorError(f"example {number}: {LOSS_WEIGHTS} holds {weights[wrong[0]]}. Expected finite numbers.")
+        raise CollatorError(
+            f"example {flat.number_of(wrong[0])}: {LOSS_WEIGHTS} holds {weights[wrong[0]]}. Expected finite numbers."
+        )
 
 
 def weighted(columns: Columns, lengths: Sequence[int], loss_weights: str) -> Columns:

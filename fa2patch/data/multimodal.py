@@ -107,15 +107,11 @@ class DataCollatorForMultimodalFlattening:
         columns = [example.columns for example in examples]
         batch = self._flatten(columns)
         if axes:
-            batch["position_ids"] = self._on_axes(batch["position_ids"][None], torch.cat(axes, dim=-1))
+            text, found = batch["position_ids"][None], torch.cat(axes, dim=-1)  # [1, 1, T], [3, 1, T without padding]
+            three = torch.cat([found, text[..., found.shape[-1] :].expand(3, -1, -1)], dim=-1)
+            batch["position_ids"] = torch.cat([text, three]) if self._rope.text_axis else three
         media, parts = join_media(examples)
         return MediaRow({**batch, **media}, parts)
-
-    def _on_axes(self, text: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
-        # Position ids [4 or 3, 1, T] are made of those of text [1, 1, T] and of time, height and width [3, 1, T].
-        padding = text[..., found.shape[-1] :].expand(3, -1, -1)
-        three = torch.cat([found, padding], dim=-1)
-        return torch.cat([text, three]) if self._rope.text_axis else three
 
     def _complete(self, examples: Sequence[Columns]) -> None:
         # Token types may be in some examples only, and some forwards take none.

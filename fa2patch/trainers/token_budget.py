@@ -76,7 +76,12 @@ class TokenBudget:
         self._stepping, self._rest = True, None
         try:
             found = step(*args, **kwargs)
-            self._require_backward()
+            if self._rest is not None and next(self._rest, None) is not None:
+                raise Fa2PatchError(
+                    "max_tokens: expected a trainer that hands the loss of compute_loss to accelerator.backward, found "
+                    f"that {type(self.trainer).__name__}.training_step has not called it, so that only the first pass "
+                    "has a gradient. Call self.accelerator.backward(loss), or leave max_tokens out."
+                )
             return found
         finally:
             self._stepping, self._rest, self._first = False, None, None
@@ -95,8 +100,14 @@ class TokenBudget:
                 self._say("")
                 return self._first
             self._say(why or "torch's graph of its loss shows more than a sum over tokens")
-        with self._counted():
+        budget: Any = getattr(self._patch, "budget", None)
+        if budget is None:
             return compute(model, inputs, *args, **kwargs)
+        before, budget.counts = budget.counts, self.counts
+        try:
+            return compute(model, inputs, *args, **kwargs)
+        finally:
+            budget.counts = before
 
     def log(self, log: Callable[..., Any], logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
         if "loss" in logs and self.counts.batches:
@@ -118,28 +129,6 @@ class TokenBudget:
             self._looked_at, self._held = patch.plan, unknown(ModelLayers(patch.model))
         return self._held
 
-    @contextlib.contextmanager
-    def _counted(self) -> Iterator[None]:
-        budget: Any = getattr(self._patch, "budget", None)
-        if budget is None:
-            yield
-            return
-        before, budget.counts = budget.counts, self.counts
-        try:
-            yield
-        finally:
-            budget.counts = before
-
-    @contextlib.contextmanager
-    def _without_budget(self) -> Iterator[None]:
-        # What the model is given is a pass already, so it computes it at once.
-        patch: Any = self._patch
-        budget, patch.budget = patch.budget, None
-        try:
-            yield
-        finally:
-            patch.budget = budget
-
     def _say(self, why: str) -> None:
         if why == self.why_exact:
             return
@@ -156,8 +145,13 @@ class TokenBudget:
         # The other passes wait for the backward. The result is False if the loss is no sum.
 
         def loss(batch: Any) -> torch.Tensor:
-            with self._without_budget(), self.trainer.compute_loss_context_manager():
-                return compute(copy.copy(batch))  # a copy, because trainers take labels out of what they are given
+            patch: Any = self._patch
+            budget, patch.budget = patch.budget, None  # the model is given a pass already, and computes it at once
+            try:
+                with self.trainer.compute_loss_context_manager():
+                    return compute(copy.copy(batch))  # a copy, because trainers take labels out of what they are given
+            finally:
+                patch.budget = budget
 
         units = as_units(inputs, self.shapes)
         passes = cut_into_passes(units, self.max_tokens, self.too_long, every_rank=True)
@@ -199,15 +193,6 @@ class TokenBudget:
             backward(each * scale, **options)
             value += each.detach() * scale
         loss.data.copy_(value)
-
-    def _require_backward(self) -> None:
-        if self._rest is not None and next(self._rest, None) is not None:
-            name = type(self.trainer).__name__
-            raise Fa2PatchError(
-                "max_tokens: expected a trainer that hands the loss of compute_loss to accelerator.backward, found "
-                f"that {name}.training_step has not called it, so that only the first pass has a gradient. Call "
-                "self.accelerator.backward(loss), or leave max_tokens out."
-            )
 
     @contextlib.contextmanager
     def _accumulating(self, model: Any) -> Iterator[None]:

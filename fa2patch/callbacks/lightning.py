@@ -18,15 +18,17 @@ _NAMES = ("lightning.pytorch", "pytorch_lightning")
 
 
 def _bases() -> tuple[tuple[Any, ...], str]:
-    # The Lightning that is imported is used, else the one that can be.
-    imported = [sys.modules[name].Callback for name in _NAMES if sys.modules.get(name) is not None]
+    # The Lightning that is imported is used, else the one that can be. The text says why there is none.
+    imported = tuple(sys.modules[name].Callback for name in _NAMES if sys.modules.get(name) is not None)
+    if imported:
+        return imported, ""
     why = ""
-    for name in () if imported else _NAMES:
+    for name in _NAMES:
         try:
             return (importlib.import_module(name).Callback,), ""
         except ImportError as error:
             why = str(error)
-    return tuple(imported), why
+    return (), why
 
 
 _BASES, _WHY = _bases()

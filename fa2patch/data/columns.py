@@ -62,11 +62,6 @@ def shown(value: object) -> str:
     return text if len(text) <= 80 else f"an object of class {type(value).__name__}"
 
 
-def require_positive(name: str, value: Any) -> None:
-    if value is not None and integer(name, value) < 1:
-        raise CollatorError(f"{name}: expected a positive number or None, found {value}.")
-
-
 # --- reading examples ------------------------------------------------------------------------------------------------
 
 
@@ -196,15 +191,14 @@ def _checked(index: int, found: Mapping[str, Any], lengths: Mapping[str, list[in
         return flat
     documents = _seq_lengths(index, flat, found["seq_lengths"], parts) if "seq_lengths" in found else None
     if visible is not None:
-        seen = _visible_lengths(visible, flat.lengths)
-        if not all(seen):
-            return Flat({key: values[visible] for key, values in flat.columns.items()}, seen)
+        seen = Flat({key: values[visible] for key, values in arrays.items()}, _visible_lengths(visible, flat.lengths))
+        if not all(seen.lengths):
+            return seen
         if documents is not None:  # they count hidden tokens, positions do not
             documents = _visible_lengths(visible, documents)
         elif "position_ids" in arrays:
             _require_documents(index, flat, visible, start)
-        kept = {key: values[visible] for key, values in flat.columns.items()}
-        flat = Flat(kept, seen)
+        flat = seen
     if documents is not None:
         _set_positions(index, flat, [length for length in documents if length], start)
     return flat

@@ -121,7 +121,12 @@ class Placeholders:
 
     def _expected(self, index: int, what: str, own: Media) -> int | None:
         if what == "sound":
-            return self._of_sound(own)
+            if "audio_embed_sizes" in own:
+                return int(own["audio_embed_sizes"].sum())
+            if axes.HEARD not in own or self._hears is None:
+                return None
+            lengths = self._hears._get_feat_extract_output_lengths(own[axes.HEARD].long().sum(-1))
+            return int(lengths[1].sum()) if isinstance(lengths, tuple) else None
         if any(grid in own for grid in GRIDS):
             merged = getattr(self._config.vision_config, "spatial_merge_size", 1) ** 2
             return sum(int(own[grid].prod(dim=1).sum()) for grid in GRIDS if grid in own) // merged
@@ -135,14 +140,6 @@ class Placeholders:
             merged = getattr(self._config, "spatial_merge_size", 1) * self._config.vision_config.patch_size
             return int((sizes // merged).prod(dim=-1).sum()) if self._any_size else None
         return self._of_crops(index, sizes, own.get("batch_num_images"))
-
-    def _of_sound(self, own: Media) -> int | None:
-        if "audio_embed_sizes" in own:
-            return int(own["audio_embed_sizes"].sum())
-        if axes.HEARD in own and self._hears is not None:
-            lengths = self._hears._get_feat_extract_output_lengths(own[axes.HEARD].long().sum(-1))
-            return int(lengths[1].sum()) if isinstance(lengths, tuple) else None
-        return None
 
     def _of_crops(self, index: int, sizes: torch.Tensor, together: torch.Tensor | None) -> int | None:
         # For pictures that are cut into crops, the model's own pack_image_features gives the number.

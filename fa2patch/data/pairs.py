@@ -22,8 +22,8 @@ from .columns import (
     Columns,
     as_array,
     as_numbers,
+    integer,
     present,
-    require_positive,
     require_same_keys,
     restarting,
     with_tokens,
@@ -72,7 +72,8 @@ class DataCollatorForPreferenceFlattening:
     empty: int = field(default=0, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        require_positive("max_length", self.max_length)
+        if self.max_length is not None and integer("max_length", self.max_length) < 1:
+            raise CollatorError(f"max_length: expected a positive number or None, found {self.max_length}.")
         if self.truncation_mode not in ("keep_start", "keep_end"):
             raise CollatorError(
                 f"truncation_mode: expected 'keep_start' or 'keep_end', found {self.truncation_mode!r}."

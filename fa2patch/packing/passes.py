@@ -62,12 +62,12 @@ class Passes(Sequence[Any]):
         if isinstance(number, slice):
             return Passes(self._of, self.units[number])
         chosen = self.units[number]
-        return self._of.take(chosen) if len(chosen) else without_labels(self._of.take(self._smallest))
-
-    @property
-    def _smallest(self) -> Ints:
+        if len(chosen):
+            return self._of.take(chosen)
+        # a rank with fewer units than passes computes its smallest one with the others, and learns nothing of it
         tokens = self._of.tokens
-        return np.array([np.argmin(np.where(tokens > 0, tokens, tokens.max()))])
+        smallest = np.argmin(np.where(tokens > 0, tokens, tokens.max()))
+        return without_labels(self._of.take(np.array([smallest])))
 
 
 class Counts:
@@ -166,7 +166,7 @@ def passes(
     return cut_into_passes(as_units(batch, shapes), max_tokens, too_long, every_rank)
 
 
-def cut_into_passes(units: Units, max_tokens: int, too_long: str = "error", every_rank: bool = False) -> Passes:
+def cut_into_passes(units: Units, max_tokens: int, too_long: str, every_rank: bool) -> Passes:
     try:
         tokens = capped(units.tokens, check_budget(max_tokens), too_long)
     except PackingError as error:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from ..documents.names import IGNORED_LABEL
-from ..documents.prefixes import Prefixes, prefix_tree
+from ..documents.prefixes import prefix_tree
 from ..errors import PackingError
 from .budget import positive
 from .strategies import Ints
@@ -158,17 +158,7 @@ def share(
     # the last token that sequences share belongs to each of them
     shared = [max(in_common(shareable[one], shareable[other]) - 1, 0) for one, other in zip(order, order[1:])]
     prefixes = prefix_tree(lengths, zip(order, [0, *shared]), range(len(lengths)), least)
-    return _shared(arrays, prefixes, None if prompts is None else limits)
 
-
-def in_common(one: Ints, other: Ints) -> int:
-    """The number of tokens that two sequences begin with in common."""
-    length = min(len(one), len(other))
-    differs = one[:length] != other[:length]
-    return int(differs.argmax()) if differs.any() else length
-
-
-def _shared(arrays: Sequence[Ints], prefixes: Prefixes, prompts: Sequence[int] | None) -> Shared:
     segments, tree = prefixes.segments, prefixes.tree
     ids = np.concatenate([arrays[each.sequence][each.start : each.stop] for each in segments])
     ends = np.cumsum([0, *tree.lengths], dtype=np.int64)
@@ -177,7 +167,7 @@ def _shared(arrays: Sequence[Ints], prefixes: Prefixes, prompts: Sequence[int] |
     before = np.arange(-1, len(ids) - 1, dtype=np.int64)
     for at, each in zip(ends.tolist(), segments):
         before[at] = ends[each.parent + 1] - 1 if each.parent >= 0 else at
-        of_prompt = 0 if prompts is None else min(prompts[each.sequence], each.stop) - each.start
+        of_prompt = 0 if prompts is None else min(limits[each.sequence], each.stop) - each.start
         labels[at : at + max(of_prompt, 0)] = IGNORED_LABEL
     cu, longest = torch.from_numpy(ends.astype(np.int32)), max(tree.lengths)
     batch = {
@@ -189,8 +179,15 @@ def _shared(arrays: Sequence[Ints], prefixes: Prefixes, prompts: Sequence[int] |
         "max_length_k": longest,
         "segment_parents": torch.tensor(tree.parents, dtype=torch.int32),
     }
-    lengths = tuple(map(len, arrays))
-    return Shared(batch, torch.from_numpy(labels)[None], lengths, prefixes.places(lengths), torch.from_numpy(before))
+    places = prefixes.places(lengths)
+    return Shared(batch, torch.from_numpy(labels)[None], tuple(lengths), places, torch.from_numpy(before))
+
+
+def in_common(one: Ints, other: Ints) -> int:
+    """The number of tokens that two sequences begin with in common."""
+    length = min(len(one), len(other))
+    differs = one[:length] != other[:length]
+    return int(differs.argmax()) if differs.any() else length
 
 
 def _sequences(sequences: Any) -> list[Ints]:

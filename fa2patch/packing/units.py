@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Callable
+from typing import Any, Callable, NamedTuple
 
 import numpy as np
 import torch
@@ -34,7 +34,7 @@ class Units:
     padded_tokens: int = 0  # of the batch with its padding
 
 
-def as_units(batch: Any, shapes: RowShape = PLAIN) -> Units:
+def as_units(batch: Any, shapes: RowShape) -> Units:
     if not isinstance(batch, Mapping):
         return _of_examples(batch, shapes)
     ids = next((batch[name] for name in TOKENS if isinstance(batch.get(name), torch.Tensor)), None)
@@ -238,61 +238,58 @@ def _rows(value: Any, rows: int, at: torch.Tensor) -> Any:
     return value
 
 
-def is_mask(value: torch.Tensor) -> bool:
-    integer = not (value.is_floating_point() or value.is_complex())
-    return value.dim() == 2 and integer and bool(((value == 0) | (value == 1)).all())
+class _Width(NamedTuple):
+    """The integers ``[rows, length]`` of a batch that have one length. They belong together."""
+
+    masks: list[torch.Tensor]  # those that hold only 0 and 1
+    others: list[torch.Tensor]
+
+    def hidden(self) -> torch.Tensor | None:
+        """Where they hold padding, bool ``[rows, length]``; None if there is none."""
+        # Padding is what no mask shows, if every other tensor holds one number there. Otherwise the masks do not mark
+        # padding.
+        if not self.masks:
+            return None
+        hidden = ~torch.stack([mask != 0 for mask in self.masks]).any(0)
+        held = [value[hidden] for value in self.others]
+        return None if any(len(each) and bool((each != each[0]).any()) for each in held) else hidden
 
 
-def _widths(tensors: Mapping[str, torch.Tensor], rows: int) -> dict[int, list[torch.Tensor]]:
-    """The integers ``[rows, length]`` of a batch, by their length."""
-    found: dict[int, list[torch.Tensor]] = {}
+def _widths(tensors: Mapping[str, torch.Tensor], rows: int) -> dict[int, _Width]:
+    found: dict[int, _Width] = {}
     for value in tensors.values():
         if value.dim() == 2 and len(value) == rows and not value.is_floating_point():
-            found.setdefault(value.shape[1], []).append(value)
+            masks, others = found.setdefault(value.shape[1], _Width([], []))
+            (masks if bool(((value == 0) | (value == 1)).all()) else others).append(value)
     return found
-
-
-def _hidden(values: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """Where integers of one length hold padding, bool ``[rows, length]``; None if there is none."""
-    # Padding is what no mask shows, if every other tensor holds one number there. Otherwise the masks do not mark
-    # padding.
-    masks = [value != 0 for value in values if is_mask(value)]
-    if not masks:
-        return None
-    hidden = ~torch.stack(masks).any(0)
-    held = [value[hidden] for value in values if not is_mask(value)]
-    return None if any(len(each) and bool((each != each[0]).any()) for each in held) else hidden
 
 
 def _tokens(tensors: Mapping[str, torch.Tensor], rows: int) -> tuple[Ints, int]:
     # The tokens of each row without padding, int64 [rows], rather too many than too few, and of all with padding.
     found, padded_tokens = np.zeros(rows, np.int64), 0
-    for width, values in _widths(tensors, rows).items():
-        ids = [value for value in values if not is_mask(value) and bool((value >= 0).all())]
-        hidden, texts = _hidden(values), 1
+    for length, width in _widths(tensors, rows).items():
+        ids = [value for value in width.others if bool((value >= 0).all())]
+        hidden, texts = width.hidden(), 1
         if hidden is None:
-            found += width
-        # Tensors of one width belong together. If they hold ids of one text, what any of their masks shows counts.
-        elif all(torch.equal(one, ids[0]) for one in ids):
+            found += length
+        elif all(torch.equal(one, ids[0]) for one in ids):  # ids of one text: what any of the masks shows counts
             found += (~hidden).sum(1).cpu().numpy()
-        else:
-            # They hold ids of several texts, such as prompts and completions of one width, so that each mask counts.
-            masks = [value for value in values if is_mask(value)]
-            found += sum((value != 0).sum(1).cpu().numpy() for value in masks)
-            texts = len(masks)
-        padded_tokens += rows * width * texts
+        else:  # of several texts, such as prompts and completions of one length, so that each mask counts
+            found += sum((mask != 0).sum(1).cpu().numpy() for mask in width.masks)
+            texts = len(width.masks)
+        padded_tokens += rows * length * texts
     return np.maximum(found, 1), padded_tokens
 
 
 def _without_padding(batch: dict[str, Any], rows: int) -> dict[str, Any]:
     # Only columns at the start and at the end go, in which all rows have padding.
     tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor) and value.dim()}
-    for width, values in _widths(tensors, rows).items():
-        hidden = _hidden(values)
+    for length, width in _widths(tensors, rows).items():
+        hidden = width.hidden()
         if hidden is None or bool(hidden.all()):
             continue
         (seen,) = torch.nonzero(~hidden.all(0), as_tuple=True)
         for name, value in tensors.items():
-            if value.dim() > 1 and value.shape[:2] == (rows, width):
+            if value.dim() > 1 and value.shape[:2] == (rows, length):
                 batch[name] = value[:, int(seen[0]) : int(seen[-1]) + 1]
     return batch

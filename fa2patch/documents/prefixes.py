@@ -11,6 +11,12 @@ import torch
 
 from .trees import Tree
 
+# A shared segment must save this many tokens. Each depth of a tree costs every layer one more attention call. On a CPU,
+# a step with ``share`` was slower if it saved 2 tokens, changed little with 4 and 8, and was 4 to 6 % faster with 16. A
+# padded batch, with a hidden size of 512, was 7 % slower if it saved 4 of 264 tokens, and 5 % slower with 16 of 288,
+# but not with 16 of 1,056 or 28 of 544.
+LEAST = 16
+
 
 class Segment(NamedTuple):
     """Consecutive tokens of a sequence that are in a packed row once."""

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from fa2patch.documents.prefixes import Prefixes
+from fa2patch.documents.prefixes import LEAST, Prefixes
 from fa2patch.padded import rows as subject
-from fa2patch.padded.rows import LEAST, common_prefixes, shared_prefixes, unshared
+from fa2patch.padded.rows import common_prefixes, shared_prefixes, unshared
 
 
 def rows_of(generator: random.Random) -> list[list[int]]:

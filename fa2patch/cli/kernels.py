@@ -8,7 +8,6 @@ import click
 
 from ..kernels import kernel_rows
 from ..kernels.devices import device_rows
-from ..kernels.picks import every_kernel
 from .options import as_json_option
 from .output import Shown, Table, escaped, print_found
 
@@ -31,5 +30,5 @@ def _shown(found: list[dict[str, Any]]) -> Shown:
         does = row["here"] or row["features"]
         rows.append((row["name"], row["what"], here, row["dtypes"] or "any", row["head_dim"] or "any", does))
     yield Table(("kernel", "what", "here", "dtypes", "head dim up to", "besides plain attention"), rows)
-    devices = ((row["name"], row["kernels"], row["missing"]) for row in device_rows(every_kernel()))
+    devices = ((row["name"], row["kernels"], row["missing"]) for row in device_rows())
     yield Table(("device", "kernels", "missing there"), devices)

@@ -124,7 +124,7 @@ class _Rehearsal(Picks):
     def __call__(self, module: torch.nn.Module | None, asked: Asked, device: torch.device) -> Kernel:
         asked = asked._replace(device=self.device)
         if module is not None:
-            self._took(module, pick(self.given or self.name, asked, device, try_it=False))
+            self.took(module, pick(self.given or self.name, asked, device, try_it=False))
         return _Nothing()
 
 

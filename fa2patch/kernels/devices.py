@@ -1,17 +1,11 @@
-"""What computes packed rows on each kind of device, and what is missing there. Facts, with their sources.
-
-A kernel for a device that few have is loaded only where that device is, or where all kernels are listed.
-"""
+"""What computes packed rows on each kind of device, and what is missing there. Facts, with their sources."""
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Sequence
-from typing import Any, Callable
+from typing import Any
 
-import torch
-
-from .protocol import AMD, APPLE, HUAWEI, INTEL, NVIDIA, OLDER_NVIDIA, Kernel
+from .picks import every_kernel, order
+from .protocol import AMD, APPLE, HUAWEI, INTEL, NVIDIA, OLDER_NVIDIA
 
 # What is missing on each kind of device, with the source. A kernel's class says on which it runs.
 MISSING = {
@@ -31,35 +25,15 @@ MISSING = {
     ),
 }
 
-# By the name of a kernel: its module, its class, and whether such a device may be here.
-ELSEWHERE: dict[str, tuple[str, str, Callable[[], bool]]] = {
-    "ascend": ("ascend", "Ascend", lambda: hasattr(torch, "npu")),
-    "aiter": ("varlen", "Aiter", lambda: torch.version.hip is not None),
-}
 
-
-_made: dict[str, Kernel] = {}  # no functools.cache, past which dynamo goes, to an import that it cannot trace
-
-
-def elsewhere(name: str) -> Kernel:
-    # There is one kernel of each name, because results of trials are cached by kernel.
-    if name not in _made:
-        module, kind, _ = ELSEWHERE[name]
-        _made[name] = getattr(importlib.import_module(f".{module}", __package__), kind)()
-    return _made[name]
-
-
-def here() -> list[Kernel]:
-    return [elsewhere(name) for name, (*_, present) in ELSEWHERE.items() if present()]
-
-
-def device_rows(kernels: Sequence[Kernel]) -> list[dict[str, Any]]:
-    # The kernels are all of them, in the order of auto; those of ELSEWHERE are tried before torch's own.
-    own = [kernel for kernel in kernels if kernel.name not in ELSEWHERE]
-    place = next(at for at, kernel in enumerate(own) if kernel.name == "torch_varlen")
-    own[place:place] = map(elsewhere, ELSEWHERE)
-    found = {device: [kernel.name for kernel in own if device in kernel.RUNS_ON] for device in MISSING}
+def device_rows() -> list[dict[str, Any]]:
+    tried = order(everywhere=True)
+    kernels = [*tried, *(kernel for kernel in every_kernel() if kernel not in tried)]
     return [
-        {"name": device, "kernels": [*found[device], "reference"], "missing": missing}
+        {
+            "name": device,
+            "kernels": [*(kernel.name for kernel in kernels if device in kernel.RUNS_ON), "reference"],
+            "missing": missing,
+        }
         for device, missing in MISSING.items()
     ]

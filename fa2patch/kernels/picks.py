@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import warnings
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from functools import lru_cache
 from typing import Any, Callable, NamedTuple
 from weakref import WeakKeyDictionary, ref
@@ -85,10 +86,16 @@ everything."""
 BY_NAME_ONLY: tuple[Kernel, ...] = (Hub(),)
 """The built-in kernels that ``auto`` does not try."""
 
-# The built-in kernels of devices that few have. The module devices loads them where such a device may be.
-ELSEWHERE = ("ascend", "aiter")
+# The built-in kernels of devices that few have, which ``auto`` tries before torch's own. By the name of a kernel: its
+# module, which is loaded when the kernel is asked for, its class, and whether such a device may be here.
+ELSEWHERE: dict[str, tuple[str, str, Callable[[], bool]]] = {
+    "ascend": (".ascend", "Ascend", lambda: hasattr(torch, "npu")),
+    "aiter": (".varlen", "Aiter", lambda: torch.version.hip is not None),
+}
 
+# There is one kernel of each name, because results of trials are cached by kernel.
 _BUILT_IN = {kernel.name: kernel for kernel in (*ORDER, *BY_NAME_ONLY)}
+_elsewhere: dict[str, Kernel] = {}  # no functools.cache, past which dynamo goes, to an import that it cannot trace
 
 NAMES = ("auto", *(kernel.name for kernel in ORDER), *ELSEWHERE, *(kernel.name for kernel in BY_NAME_ONLY))
 """The built-in values of ``apply(model, kernel=...)``."""
@@ -96,19 +103,16 @@ NAMES = ("auto", *(kernel.name for kernel in ORDER), *ELSEWHERE, *(kernel.name f
 _registered: list[tuple[Kernel, str | None]] = []
 
 
-def order() -> tuple[Kernel, ...]:
+def order(everywhere: bool = False) -> tuple[Kernel, ...]:
     """The kernels that ``auto`` tries on the current device, best first.
 
-    They are :data:`ORDER`, with the kernels made for the device in front, and those registered with ``before``.
+    They are :data:`ORDER`, with the kernels made for the device in front, and those registered with ``before``. With
+    ``everywhere``, those of other devices are in their places, too.
     """
     here = capability()
     kernels = sorted(ORDER, key=lambda kernel: here is None or here[0] not in kernel.MADE_FOR)
-    if hasattr(torch, "npu") or torch.version.hip is not None:
-        from . import devices  # which kernels are there for a device that few have
-
-        place = next((i for i, kernel in enumerate(kernels) if isinstance(kernel, TorchVarlen)), len(kernels) - 1)
-        kernels[place:place] = devices.here()
-    for kernel, before in tuple(_registered):
+    elsewhere = [name for name, (*_, may_be_here) in ELSEWHERE.items() if everywhere or may_be_here()]
+    for kernel, before in (*((named(name), "torch_varlen") for name in elsewhere), *_registered):
         if before is not None:
             at = [i for i, other in enumerate(kernels) if other.name == before]
             kernels.insert(at[0] if at else len(kernels) - 1, kernel)  # `before` may have left auto since
@@ -159,14 +163,16 @@ def named(name: str | Kernel) -> Kernel:
     """
     if isinstance(name, Kernel):
         return name
-    if isinstance(name, str) and name in _BUILT_IN:
-        return _BUILT_IN[name]
-    if name in ELSEWHERE:
-        from . import devices  # they are loaded where they are used
-
-        return devices.elsewhere(name)
-    if isinstance(name, str) and name.startswith("hub:") and name != "hub:":
-        return _of_hub(name[len("hub:") :])
+    if isinstance(name, str):
+        if name in _BUILT_IN:
+            return _BUILT_IN[name]
+        if name in ELSEWHERE:
+            if name not in _elsewhere:
+                module, kind, _ = ELSEWHERE[name]
+                _elsewhere[name] = getattr(importlib.import_module(module, __package__), kind)()
+            return _elsewhere[name]
+        if name.startswith("hub:") and name != "hub:":
+            return _of_hub(name[len("hub:") :])
     found = [kernel for kernel, _ in _registered if kernel.name == name]
     # every_kernel imports those of other devices, which a graph that is captured cannot do
     found = found or [kernel for kernel in every_kernel() if kernel.name == name]
@@ -256,7 +262,7 @@ class Mixed(NamedTuple):
     """How a mixer was computed; the counterpart of :class:`Pick`."""
 
     kernel: Portions
-    why: str  # why the trials of the ways before it failed; empty if they did not take place
+    why: str = ""  # why the trials of the ways before it failed; empty if they did not take place
 
 
 def pick(name: str | Kernel, asked: Asked, device: torch.device, try_it: bool = True) -> Pick:
@@ -339,13 +345,10 @@ class Picks:
         last = self.last.get(id(module))
         return last.by if last is not None and last.layer() is module else None
 
-    def _took(self, module: torch.nn.Module, by: Pick | Mixed) -> None:
+    def took(self, module: torch.nn.Module, by: Pick | Mixed) -> None:
+        """Record what computes the layer's packed batch, for :meth:`of`."""
         last, number = self.last, id(module)
         self.last[number] = Computed(ref(module, lambda _: last.pop(number, None)), by)
-
-    def took(self, module: torch.nn.Module, portions: Portions, passed: Sequence[str] = ()) -> None:
-        """Record what a mixer got of its last packed batch in one call, and why other ways were passed over."""
-        self._took(module, Mixed(portions, "; ".join(passed)))
 
     def tried(
         self, module: torch.nn.Module, kind: Hashable, sizes: tuple[int, ...], trial: Callable[[], tuple[bool, str]]
@@ -382,7 +385,7 @@ class Picks:
             self._warn_if_slow(self._made[kind], asked)
         made = self._made[kind]
         if module is not None and self.of(module) is not made:
-            self._took(module, made)
+            self.took(module, made)
         return made.kernel
 
     def captured(

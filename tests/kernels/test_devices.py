@@ -129,7 +129,7 @@ def test_more_documents_than_a_call_may_have_are_computed_in_several(npu, monkey
 def test_a_trial_believes_ascend_and_auto_takes_it(npu):
     assert trial.passes_trial(Ascend(), asks(key_heads=2, dtype=torch.float32), CPU) == (True, "")
     found = picks.pick("auto", asks(key_heads=2, dtype=torch.float32), CPU)
-    assert found.kernel is devices.elsewhere("ascend") is kernels.named("ascend")
+    assert found.kernel is kernels.named("ascend")
 
 
 def test_what_is_missing_for_ascend_is_said(monkeypatch):
@@ -211,21 +211,20 @@ def test_the_reference_calls_torchs_attention_for_each_group_of_near_lengths(len
 
 
 def test_every_kernel_is_in_the_table_of_devices():
-    rows = devices.device_rows(picks.every_kernel())
+    rows = devices.device_rows()
     named = {name for row in rows for name in row["kernels"]}
     assert named == set(kernels.NAMES) - {"auto"}
     assert all(row["missing"] and row["kernels"][-1] == "reference" for row in rows)
 
 
 def test_kernels_of_other_devices_are_known_by_name_and_listed():
-    assert set(picks.ELSEWHERE) == set(devices.ELSEWHERE)
     assert [kernels.named(name).name for name in picks.ELSEWHERE] == [*picks.ELSEWHERE]
     rows = {row["name"]: row["reason"] for row in kernels.kernel_rows()}
     assert rows["ascend"] == "the package torch_npu is not installed"
     assert rows["aiter"] == "this torch is not built for ROCm"
 
 
-@pytest.mark.parametrize("name", devices.ELSEWHERE)
+@pytest.mark.parametrize("name", picks.ELSEWHERE)
 def test_a_graph_finds_the_kernel_without_an_import(name):
     # ``Picks.captured`` asks for a kernel by its name in each layer that is traced. Dynamo cannot trace an import.
     torch._dynamo.reset()

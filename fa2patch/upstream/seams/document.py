@@ -13,7 +13,7 @@ import torch
 
 from ..._torch import uncompiled
 from ...errors import PackingNotIsolated
-from ...kernels.picks import DOCUMENTS
+from ...kernels.picks import DOCUMENTS, Mixed
 from .. import inspecting
 from ..packed_mask import PackedMask
 from ..splitting import Documents
@@ -36,7 +36,7 @@ def computed(step: Step, mask: PackedMask) -> Any:
 @uncompiled
 def _of_each(step: Step, mask: PackedMask) -> Any:
     for layer in step.patch.attention:
-        mask.picks.took(step.module.get_submodule(layer.name), DOCUMENTS)
+        mask.picks.took(step.module.get_submodule(layer.name), Mixed(DOCUMENTS))
     rest, call = step.calls.arranged(step.args, step.call)
     for name, value in call.items():
         # Every document would see all of an argument for other things than its tokens: entities, or an encoder's

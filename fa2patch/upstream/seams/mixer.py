@@ -18,7 +18,7 @@ from ..._torch import computed_in, uncompiled, without_gradients
 from ..._types import Args, Call, Function
 from ...documents.names import LENGTHS
 from ...errors import BadParents, PackedWithCache, PackingNotIsolated
-from ...kernels.picks import DOCUMENTS
+from ...kernels.picks import DOCUMENTS, Mixed
 from .. import caches, inspecting
 from ..packed_mask import PackedMask, mask_among
 from ..splitting import Documents
@@ -96,7 +96,7 @@ def _chosen(mixing: Mixing, mask: PackedMask, lengths: Sequence[str]) -> Way:
         return tried.able
 
     way = next(filter(is_right, mixing.ways(lengths)))
-    mask.picks.took(module, way.portions, failed)
+    mask.picks.took(module, Mixed(way.portions, "; ".join(failed)))
     return way
 
 

@@ -37,6 +37,11 @@ def largest(numbers: torch.Tensor) -> int:
     return int(read(numbers).max())
 
 
+def ends_of(lengths: Iterable[int], device: torch.device) -> torch.Tensor:
+    # int32 [documents + 1]: 0, then the end of each document
+    return torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
+
+
 LONGEST = 254  # characters: torch raises an error for a longer message of an assertion on a CUDA device
 
 CUT = "... The same batch on a CPU says all."

@@ -188,15 +188,3 @@ def described_call(
     gradients = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     heads, dims = (q.shape[-2], k.shape[-2]), (q.shape[-1], v.shape[-1])
     return (q.device.type, q.dtype, *heads, *dims, options.causal, needed, gradients)
-
-
-def for_trial(
-    features: tuple[str, ...], heads: int, drawn: torch.Generator, device: torch.device, dtype: torch.dtype
-) -> dict[str, Any]:
-    """The values that a kernel is tried with, for options with these features."""
-    values = {row.name: row.trial(heads, drawn) for row in TABLE if row.trial is not None}
-    found = {row.name: values[row.name] for row in TABLE if row.name in values and row.feature in features}
-    for row in TABLE:
-        if row.by_head and row.name in found:  # what is learned has q's dtype, so that each dtype has the same values
-            found[row.name] = found[row.name].to(device, dtype if row.learned else None)
-    return found

@@ -6,7 +6,6 @@ wider, derivatives that ignore an argument. Each would train without an error, s
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -100,12 +99,10 @@ def _compared(kernel: Kernel, asked: Asked, device: torch.device) -> tuple[bool,
 
 
 def _computed(by: Kernel, call: Call, dtype: torch.dtype, gradients: bool) -> list[torch.Tensor]:
-    row, options = call.row, call.options
-    leaves = [x.detach().requires_grad_() for x in row.states]
-    learned = {row.name: getattr(options, row.name) for row in TABLE if row.learned}
-    learned = {name: value.detach().requires_grad_() for name, value in learned.items() if value is not None}
-    leaves += learned.values()
-    options = replace(options, **learned)
+    row, leaves = call.row, [x.detach().requires_grad_() for x in call.row.states]
+    options = call.options.with_heads(lambda by_head: by_head.detach().requires_grad_(), learned=True)
+    learned = [getattr(options, option.name) for option in TABLE if option.learned]
+    leaves += [value for value in learned if value is not None]
     output = by(leaves[0], leaves[1], leaves[2], row.documents, options)
     return [output] if not gradients else [output, *torch.autograd.grad(output, leaves, row.direction.to(dtype))]
 
@@ -136,7 +133,6 @@ def _of_rounding(output: torch.Tensor, row: Row, options: Options) -> tuple[torc
     values = k.detach().requires_grad_()
     seen = Reference()(q, k, values, row.documents, options)
     (of_keys,) = torch.autograd.grad(seen, values, size * sign * q)
-    assert options.scale is not None
     return options.scale * size * seen.detach(), options.scale * of_keys
 
 

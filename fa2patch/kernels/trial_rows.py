@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from ..documents.boundaries import Boundaries
-from .options import Options, for_trial
+from ..documents.tensors import ends_of
+from .options import TABLE, Options
 from .protocol import Asked
 
 # One token; less than a block of keys; one block; more than a block, and not a multiple of one; then a document with
@@ -60,7 +61,7 @@ def trial_row(asked: Asked, drawn: torch.Generator, device: torch.device) -> Row
     # multiples of 1/4 are exact in each dtype, and so are their products
     q[constant] = k[constant] = round(4 * (LOGIT / (SCALE * asked.head_dim**0.5)) ** 0.5) / 4
     k[equal] = k[equal][:1].clone()
-    ends = torch.tensor([0, *LENGTHS]).cumsum(0).to(device, torch.int32)
+    ends = ends_of(LENGTHS, device)
     parents = torch.tensor(PARENTS).to(ends) if "trees" in asked.features else None
     until = None
     if "spans" in asked.features:
@@ -75,8 +76,16 @@ def trial_row(asked: Asked, drawn: torch.Generator, device: torch.device) -> Row
 
 
 def options_of(asked: Asked, drawn: torch.Generator, device: torch.device) -> Options:
-    values = for_trial(asked.features, asked.heads, drawn, device, asked.dtype)
-    return Options(scale=SCALE * asked.head_dim**-0.5, causal=asked.causal, **values)
+    values: dict[str, Any] = {"scale": SCALE * asked.head_dim**-0.5, "causal": asked.causal}
+    for row in TABLE:
+        if row.trial is None:
+            continue
+        value = row.trial(asked.heads, drawn)  # drawn for each, so that other features do not change the values
+        if row.by_head:  # what is learned has q's dtype, so that each dtype has the same values
+            value = value.to(device, asked.dtype if row.learned else None)
+        if row.feature in asked.features:
+            values[row.name] = value
+    return Options(**values)
 
 
 class Call(NamedTuple):
@@ -97,7 +106,7 @@ def calls(row: Row, options: Options, exact: torch.dtype) -> Iterator[Call]:
     bound = replace(documents, max_seqlen=2 * documents.max_seqlen, made={})
     if documents.parents is None and documents.until is None:
         tokens = torch.cat(torch.split(tokens, list(documents.lengths))[::-1])
-        ends = torch.tensor([0, *documents.lengths[::-1]]).cumsum(0).to(documents.cu_seqlens)
+        ends = ends_of(documents.lengths[::-1], device)
         bound = replace(bound, cu_seqlens=ends, _lengths=documents.lengths[::-1])
     states = _parts(q[tokens], k[tokens], v[tokens])
     direction = _parts(row.direction[tokens], row.direction[tokens])[1]

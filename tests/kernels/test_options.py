@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from definition_cases import asks
 
 from fa2patch.kernels import FEATURES, Options
-from fa2patch.kernels.options import TABLE, described_call, for_trial, from_keywords
+from fa2patch.kernels.options import TABLE, described_call, from_keywords
+from fa2patch.kernels.trial_rows import options_of
 
 Q = torch.zeros(1, 4, 2, 8)
 
@@ -34,7 +36,7 @@ def test_each_keyword_reaches_its_option(row, keyword):
 
 def test_the_trial_has_a_value_for_each_option_but_dropout():
     drawn = torch.Generator().manual_seed(0)
-    found = for_trial(FEATURES, 4, drawn, torch.device("cpu"), torch.bfloat16)
-    assert set(found) == {row.name for row in TABLE} - {"dropout"}
-    assert found["sinks"].dtype == torch.bfloat16 and found["alibi_slopes"].dtype == torch.float32
-    assert for_trial((), 4, drawn, torch.device("cpu"), torch.bfloat16) == {}
+    found = options_of(asks(FEATURES, dtype=torch.bfloat16), drawn, torch.device("cpu"))
+    assert found.features() == {row.feature for row in TABLE} - {"dropout"}
+    assert found.sinks.dtype == torch.bfloat16 and found.alibi_slopes.dtype == torch.float32
+    assert options_of(asks(), drawn, torch.device("cpu")).features() == set()

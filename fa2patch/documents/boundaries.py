@@ -125,9 +125,9 @@ class Boundaries:
             return self
         if self.tree is not None:
             chunks, numbers = self.tree.chunked(size)
-            parents = torch.tensor(numbers, dtype=torch.int32).to(self.cu_seqlens.device)
-            cu = torch.tensor([0, *chunks], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-            return Boundaries(cu.to(self.cu_seqlens.device), size, self.positions, tuple(chunks), parents)
+            device = self.cu_seqlens.device
+            parents = torch.tensor(numbers, dtype=torch.int32).to(device)
+            return Boundaries(tensors.ends_of(chunks, device), size, self.positions, tuple(chunks), parents)
         starts = self.cu_seqlens[:-1].long()
         counts = (self.cu_seqlens.diff() + size - 1) // size
         ends = counts.cumsum(0)
@@ -210,5 +210,5 @@ class Part:
             if part % self.of == self.number:
                 own.append(length)
             at += length
-        cu = torch.tensor([0, *own], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        return Boundaries(cu.to(boundaries.cu_seqlens.device), max(own), boundaries.positions, tuple(own))
+        cu = tensors.ends_of(own, boundaries.cu_seqlens.device)
+        return Boundaries(cu, max(own), boundaries.positions, tuple(own))

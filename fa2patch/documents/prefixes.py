@@ -63,10 +63,32 @@ def prefix_tree(
 ) -> Prefixes:
     """Divide sequences into segments, so that what several of them begin with is one segment."""
     # A sequence that is the beginning of another ends inside the other's path. Sequences that are equal have one path.
-    nodes, last = _nodes(lengths, neighbours)
-    left_out = _leave_out(nodes, least)
+    # Nodes are what will be segments: sequences are divided where they part or end. Node 0 is the root, which has no
+    # tokens.
+    ends, parents, sequences = [0], [-1], [-1]
+    last = [0] * len(lengths)  # for each sequence the node that it ends in
+    path = [0]  # the nodes that hold the sequence before
+
+    def add(sequence: int, end: int) -> None:
+        ends.append(end)
+        parents.append(path[-1])
+        sequences.append(sequence)
+        path.append(len(ends) - 1)
+
+    for sequence, shared in neighbours:
+        below = 0
+        while ends[path[-1]] > shared:
+            below = path.pop()
+        if ends[path[-1]] < shared:  # the sequences part inside a node, which is cut in two
+            add(sequence, shared)
+            parents[below] = path[-1]
+        if lengths[sequence] > shared:
+            add(sequence, lengths[sequence])
+        last[sequence] = path[-1]
+
+    left_out = _leave_out(ends, parents, least)
     segments: list[Segment] = []
-    number = {0: -1}
+    number = {0: -1}  # of each node among the segments
     for sequence in order:
         node = last[sequence]
         while node in left_out:
@@ -75,49 +97,16 @@ def prefix_tree(
         new = []
         while node not in number:
             new.append(node)
-            node = nodes.parents[node]
+            node = parents[node]
         for node in reversed(new):
-            above = nodes.parents[node]
+            above = parents[node]
             number[node] = len(segments)
-            segments.append(Segment(nodes.sequences[node], nodes.ends[above], nodes.ends[node], number[above]))
+            segments.append(Segment(sequences[node], ends[above], ends[node], number[above]))
     return Prefixes(segments, [number[node] for node in last])
 
 
-class _Nodes(NamedTuple):
-    """What will be segments. Node 0 is the root, which has no tokens."""
-
-    ends: list[int]
-    parents: list[int]
-    sequences: list[int]
-
-
-def _nodes(lengths: Sequence[int], neighbours: Iterable[tuple[int, int]]) -> tuple[_Nodes, list[int]]:
-    # Sequences are divided where they part or end. The list holds for each sequence the node that it ends in.
-    nodes, last = _Nodes([0], [-1], [-1]), [0] * len(lengths)
-    path = [0]  # the nodes that hold the sequence before
-
-    def add(sequence: int, end: int) -> None:
-        nodes.ends.append(end)
-        nodes.parents.append(path[-1])
-        nodes.sequences.append(sequence)
-        path.append(len(nodes.ends) - 1)
-
-    for sequence, shared in neighbours:
-        below = 0
-        while nodes.ends[path[-1]] > shared:
-            below = path.pop()
-        if nodes.ends[path[-1]] < shared:  # the sequences part inside a node, which is cut in two
-            add(sequence, shared)
-            nodes.parents[below] = path[-1]
-        if lengths[sequence] > shared:
-            add(sequence, lengths[sequence])
-        last[sequence] = path[-1]
-    return nodes, last
-
-
-def _leave_out(nodes: _Nodes, least: int) -> dict[int, int]:
+def _leave_out(ends: list[int], parents: list[int], least: int) -> dict[int, int]:
     """Let what continues a node that saves fewer tokens than ``least`` continue the node above it."""
-    ends, parents = nodes.ends, nodes.parents
     branches, first = [0] * len(ends), [0] * len(ends)
     for node in reversed(range(1, len(ends))):
         branches[parents[node]] += 1

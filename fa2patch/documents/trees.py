@@ -69,7 +69,7 @@ class Tree:
             counts = [0] * len(self.lengths)
             for segment in below:
                 counts[self._paths[segment][depth]] += self.lengths[segment]
-            made.append(Level(self._tokens(below), self._ends(counts), max(counts), tuple(counts)))
+            made.append(Level(self._tokens(below), tensors.ends_of(counts, self.device), max(counts), tuple(counts)))
         return made
 
     @cached_property
@@ -78,7 +78,7 @@ class Tree:
         spans = [self.span(s) for path in self._paths for s in path]
         tokens = torch.cat([torch.arange(*span) for span in spans])
         counts = [offset + length for offset, length in zip(self.offsets, self.lengths)]
-        return tokens.to(self.device), self._ends(counts), max(counts)
+        return tokens.to(self.device), tensors.ends_of(counts, self.device), max(counts)
 
     @cached_property
     def positions(self) -> torch.Tensor:
@@ -114,9 +114,6 @@ class Tree:
         if all(stop == start for (_, stop), (start, _) in zip(spans, spans[1:])):
             return slice(spans[0][0], spans[-1][1])
         return torch.cat([torch.arange(*span) for span in spans]).to(self.device)
-
-    def _ends(self, counts: Sequence[int]) -> torch.Tensor:
-        return torch.tensor([0, *counts]).cumsum(0).to(self.device, torch.int32)
 
 
 @uncompiled

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from .._torch import compiling, constant, uncompiled
 from ..documents.boundaries import Boundaries, Keys
-from ..documents.tensors import require
+from ..documents.tensors import ends_of, require
 from ..errors import KernelUnavailable, PackingNotIsolated
 from .options import FEATURES, Options, described_call
 
@@ -275,9 +275,8 @@ def _with_spans(
         return output
     if _SpanBoundaries not in boundaries.made:
         device = output.device
-        ends, key_ends = (torch.tensor([0, *n]).cumsum(0).to(device, torch.int32) for n in spans[2:])
-        of_keys = Keys(None, key_ends, max(spans.key_counts))
-        queries = _SpanBoundaries(ends, spans.longest, None, spans.counts, of_keys=of_keys)
+        of_keys = Keys(None, ends_of(spans.key_counts, device), max(spans.key_counts))
+        queries = _SpanBoundaries(ends_of(spans.counts, device), spans.longest, None, spans.counts, of_keys=of_keys)
         boundaries.made[_SpanBoundaries] = queries, *(torch.from_numpy(tokens).to(device) for tokens in spans[:2])
     queries, at, seen = boundaries.made[_SpanBoundaries]
     states = q.index_select(0, at), k.index_select(0, seen), v.index_select(0, seen)

@@ -79,45 +79,10 @@ def find_boundaries(
         attention_mask = None if _is_of_ones(attention_mask) else attention_mask
     if position_ids is not None and device.type != "meta" and is_plain(position_ids, attention_mask, seq_idx):
         ids = position_ids.reshape(-1, shape[1]).expand(shape)
-        found = from_positions(ids, device, always, first_position)
-    else:
-        given = _read(shape, device, position_ids, attention_mask, seq_idx)
-        dtype = torch.int64 if position_ids is None else position_ids.dtype
-        found = _compared(given, dtype, device, only_certain, first_position, training, always)
-    return found
+        return from_positions(ids, device, always, first_position)
 
-
-def _compared(
-    given: _Given | None,
-    dtype: torch.dtype,  # of the position ids
-    device: torch.device,
-    only_certain: bool,
-    first_position: int,
-    training: bool,
-    always: bool,
-) -> Boundaries | None:
-    if given is None or _added_to_logits(given, only_certain):
-        return None
-    starts = _starts(given, only_certain, first_position, training)
-    packed = _several(starts)
-    if not (always or packed):
-        return None
-    positions = int(given.axes.max()) + 1 if len(given.axes) else None
-    found = _from_starts(_with_padding(starts, given.real), device, positions)
-    if packed and positions is not None:
-        _require_no_wrap(dtype, positions - 1, found.max_seqlen + first_position)
-    return found
-
-
-def _read(
-    shape: tuple[int, int],
-    device: torch.device,
-    position_ids: torch.Tensor | None,
-    attention_mask: torch.Tensor | None,
-    seq_idx: torch.Tensor | None,
-) -> _Given | None:
-    given = {"mask": None if attention_mask is None else whole_numbers(attention_mask), "seq_idx": seq_idx}
-    present = {name: ids.expand(shape) for name, ids in given.items() if ids is not None}
+    numbers = {"mask": None if attention_mask is None else whole_numbers(attention_mask), "seq_idx": seq_idx}
+    present = {name: ids.expand(shape) for name, ids in numbers.items() if ids is not None}
     axes = [] if position_ids is None else [axis.expand(shape) for axis in axes_of(position_ids)]
     if not present and not axes:
         return None
@@ -125,7 +90,19 @@ def _read(
         raise BadPositionIds("position_ids: expected those of a batch with values, found one on the meta device.")
     # Everything is stacked, so that there is one read from the device.
     read = tensors.read(torch.stack([ids.detach().to(device, torch.int64) for ids in (*present.values(), *axes)]))
-    return _Given(read[len(present) :], **dict(zip(present, read)))
+    given = _Given(read[len(present) :], **dict(zip(present, read)))
+
+    if _added_to_logits(given, only_certain):
+        return None
+    starts = _starts(given, only_certain, first_position, training)
+    packed = _several(starts)
+    if not (always or packed):
+        return None
+    positions = int(given.axes.max()) + 1 if len(given.axes) else None
+    found = _from_starts(_with_padding(starts, given.real), device, positions)
+    if packed and position_ids is not None and positions is not None:
+        _require_no_wrap(position_ids.dtype, positions - 1, found.max_seqlen + first_position)
+    return found
 
 
 def _is_of_ones(mask: torch.Tensor) -> bool:
@@ -232,11 +209,24 @@ def _starts(given: _Given, only_certain: bool = False, first_position: int = 0, 
         _no_conflict(starts & ~theirs & ~rises, f"position_ids restart inside what {source} calls one document")
     if stated:
         return next(iter(stated.values()))
-    if not only_certain:
-        _no_doubt(doubtful, given.axes)
-    if training:
-        _no_jump(given, jumps, first_position)
+    if doubtful.any() and not only_certain:
+        row, token = np.argwhere(doubtful)[0]
+        found = [given.axes[:, row, at].tolist() for at in (token - 1, token)]
+        raise BadPositionIds(
+            "position_ids: expected time, height and width as a model's get_rope_index counts them in each document, "
+            f"which starts at 0. Found {found[0]} and then {found[1]} at row {row}, token {token}: that may be a "
+            "document's start, or not. Say where documents start by cu_seq_lens_q, or by ids [4, batch, length] with "
+            "the tokens' own count in front (fa2patch.DataCollatorForMultimodalFlattening gives both)."
+        )
     ids = given.axes[0]
+    if jumps.any() and training:
+        row, token = (places[jumps][0] for places in given.runs[:2])
+        raise BoundaryConflict(
+            f"position_ids jump to {ids[row, token]} behind padding (row {row}, token {token}): that may be "
+            "a document's start, or a filler. Expected ids that go on from the last real token, or restart at "
+            f"{first_position}. Say where documents start by cu_seq_lens_q, seq_idx or an attention_mask of document "
+            "numbers, or let ids restart there."
+        )
     if _several(starts) and ids.min() < first_position:
         starts |= given.real & _behind_padding(ids, given.left(ids), given.left(starts), first_position)
     return starts
@@ -247,8 +237,7 @@ def _stated_starts(given: _Given) -> dict[str, Flags]:
     if given.seq_idx is not None:
         stated["seq_idx"] = _changes(given, given.seq_idx, step=0)
     if given.mask is not None and given.mask.max() > 1:
-        numbers = _changes(given, given.mask, step=0)
-        stated["the attention_mask of document numbers"] = numbers
+        stated["the attention_mask of document numbers"] = _changes(given, given.mask, step=0)
     if len(stated) == 2:
         (first, one), (second, other) = stated.items()
         _no_conflict(one != other, f"{first} and {second} begin different documents")
@@ -356,29 +345,6 @@ def _with_padding(starts: Flags, real: Flags) -> Flags:
         )
     # Each run of padding is a document of its own.
     return starts | (turns & ~real)
-
-
-def _no_doubt(doubtful: Flags, axes: Ids) -> None:
-    if doubtful.any():
-        row, token = np.argwhere(doubtful)[0]
-        found = [axes[:, row, at].tolist() for at in (token - 1, token)]
-        raise BadPositionIds(
-            "position_ids: expected time, height and width as a model's get_rope_index counts them in each document, "
-            f"which starts at 0. Found {found[0]} and then {found[1]} at row {row}, token {token}: that may be a "
-            "document's start, or not. Say where documents start by cu_seq_lens_q, or by ids [4, batch, length] with "
-            "the tokens' own count in front (fa2patch.DataCollatorForMultimodalFlattening gives both)."
-        )
-
-
-def _no_jump(given: _Given, jumps: Flags, first_position: int) -> None:
-    if jumps.any():
-        row, token = (places[jumps][0] for places in given.runs[:2])
-        raise BoundaryConflict(
-            f"position_ids jump to {given.axes[0][row, token]} behind padding (row {row}, token {token}): that may be "
-            "a document's start, or a filler. Expected ids that go on from the last real token, or restart at "
-            f"{first_position}. Say where documents start by cu_seq_lens_q, seq_idx or an attention_mask of document "
-            "numbers, or let ids restart there."
-        )
 
 
 def _no_conflict(conflicts: Flags, what: str) -> None:

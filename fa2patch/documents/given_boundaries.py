@@ -221,7 +221,19 @@ def _require_tree(
     attention_mask: torch.Tensor | None,
 ) -> torch.Tensor:
     # Parents need lengths, because ids that go on from a parent look like any other ids.
-    given = _earlier(cu, parents)
+    segments = cu.shape[0] - 1
+    if not is_integers(parents) or parents.dim() == 0 or parents.numel() != segments:
+        raise BadParents(
+            f"segment_parents: expected one integer for each of the {segments} segments of cu_seq_lens, found "
+            f"{described(parents)}."
+        )
+    given = parents.flatten().to(cu.device, torch.int64)
+    require(
+        ((given >= -1) & (given < torch.arange(segments, device=cu.device))).all(),
+        BadParents,
+        "segment_parents: expected for each segment the number of an earlier one, or -1. Put a prompt in front of what "
+        "continues it.",
+    )
     starts, ends = cu[:-1].long(), cu[1:].long()
     has, parent = given >= 0, given.clamp(min=0)
     require(
@@ -238,45 +250,21 @@ def _require_tree(
         )
     if position_ids is not None:
         check_position_ids(position_ids, shape)
-        ids = axes_of(position_ids).to(cu.device, torch.int64)
-        _require_ids_go_on(ids.expand(len(ids), *shape).flatten(1), has, starts, ends, parent)
-    return given.to(torch.int32)
-
-
-def _earlier(cu: torch.Tensor, parents: torch.Tensor) -> torch.Tensor:
-    segments = cu.shape[0] - 1
-    if not is_integers(parents) or parents.dim() == 0 or parents.numel() != segments:
-        raise BadParents(
-            f"segment_parents: expected one integer for each of the {segments} segments of cu_seq_lens, found "
-            f"{described(parents)}."
+        axes = axes_of(position_ids).to(cu.device, torch.int64)
+        ids = axes.expand(len(axes), *shape).flatten(1)  # [axes, tokens]
+        # A segment without tokens may begin behind the last one.
+        first, before = ids[:, starts.clamp(max=ids.shape[1] - 1)], ids[:, (ends[parent] - 1).clamp(min=0)]
+        continues = ~counts_anew(first[0], before[0])
+        if len(ids) == 3:
+            one, other = first[:, None], before[:, None]
+            continues |= (goes_on(one, other) & ~restarts(one, other))[0]
+        require(
+            (~has | continues).all(),
+            BadParents,
+            "segment_parents: the position_ids of a segment do not go on from its parent's last one. Count them along "
+            "the path from the root, as fa2patch.packing.share does.",
         )
-    given = parents.flatten().to(cu.device, torch.int64)
-    number = torch.arange(segments, device=cu.device)
-    require(
-        ((given >= -1) & (given < number)).all(),
-        BadParents,
-        "segment_parents: expected for each segment the number of an earlier one, or -1. Put a prompt in front of what "
-        "continues it.",
-    )
-    return given
-
-
-def _require_ids_go_on(
-    ids: torch.Tensor, has: torch.Tensor, starts: torch.Tensor, ends: torch.Tensor, parent: torch.Tensor
-) -> None:
-    # The ids are [axes, tokens]. A segment without tokens may begin behind the last one.
-    last = ids.shape[1] - 1
-    first, before = ids[:, starts.clamp(max=last)], ids[:, (ends[parent] - 1).clamp(min=0)]
-    continues = ~counts_anew(first[0], before[0])
-    if len(ids) == 3:
-        one, other = first[:, None], before[:, None]
-        continues |= (goes_on(one, other) & ~restarts(one, other))[0]
-    require(
-        (~has | continues).all(),
-        BadParents,
-        "segment_parents: the position_ids of a segment do not go on from its parent's last one. Count them along the "
-        "path from the root, as fa2patch.packing.share does.",
-    )
+    return given.to(torch.int32)
 
 
 def require_no_first_labels(rows: torch.Tensor, at: torch.Tensor, parents: torch.Tensor) -> None:

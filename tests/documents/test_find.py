@@ -141,7 +141,7 @@ def test_another_device_is_read_once_and_four_numbers_are_read(monkeypatch):
 
 
 def test_a_mask_of_ones_on_a_cpu_goes_the_way_of_none(monkeypatch):
-    monkeypatch.setattr(find, "_read", None)
+    monkeypatch.setattr(find, "_Given", None)
     for dtype in (torch.int64, torch.bool, torch.bfloat16):
         mask = torch.ones(1, 5, dtype=dtype)
         found = find_boundaries((1, 5), CPU, position_ids=torch.tensor([[0, 1, 0, 1, 2]]), attention_mask=mask)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from fa2patch.kernels import Options
-from fa2patch.kernels.reference import Call, attend
+from fa2patch.kernels.reference import attend
 
 _QUESTIONS = (
     "is_flash_attn_available", "is_flash_attn_2_available", "is_flash_attn_greater_or_equal_2_10",
@@ -50,8 +50,7 @@ def flash_attn_varlen_func(
             dropout=float(dropout_p),
             alibi_slopes=alibi_slopes,
         )
-        call = Call(padded[None], k[None, c:d], v[None, c:d])
-        pieces.append(attend(call, options)[0].transpose(0, 1)[missing:])
+        pieces.append(attend(padded[None], k[None, c:d], v[None, c:d], options)[0].transpose(0, 1)[missing:])
     return torch.cat(pieces)
 
 

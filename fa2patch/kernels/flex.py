@@ -59,10 +59,8 @@ class Flex(Kernel):
 
 @lru_cache(maxsize=1)
 def _runs() -> tuple[bool, str]:
-    try:
-        if importlib.util.find_spec("torch.nn.attention.flex_attention") is None:
-            return False, f"torch {torch.__version__} has no FlexAttention"
-    except ModuleNotFoundError:
+    found = importlib.util.find_spec("torch.nn.attention")  # torch 2.1 has no such package
+    if found is None or importlib.util.find_spec("torch.nn.attention.flex_attention") is None:
         return False, f"torch {torch.__version__} has no FlexAttention"
     if not torch.cuda.is_available() and not (hasattr(torch, "xpu") and torch.xpu.is_available()):
         return False, "torch finds no CUDA or XPU device"

@@ -7,15 +7,14 @@ the longest, and a matrix with more rows is multiplied in another order. Other t
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from .._torch import HAS_OPERATORS, compiling, operator_later, uncompiled
 from ..documents.boundaries import Boundaries
-from .aten import CpuFlash
-from .cascade import Cascade, levels_of
+from .cascade import Cascade, CpuFlash, levels_of
 from .grouping import shared_calls
 from .options import FEATURES, Options
 from .protocol import Kernel
@@ -48,17 +47,6 @@ class Reference(Kernel):
         return over_documents(q, k, v, boundaries, options if options.scale == scale else replace(options, scale=scale))
 
 
-class Call(NamedTuple):
-    """The states of documents of one length, which are computed at once."""
-
-    queries: torch.Tensor  # ``[documents, queries, query heads, head dim]``; the last query is at the last key
-    keys: torch.Tensor  # ``[documents, length, key heads, head dim]``
-    values: torch.Tensor  # ``[documents, length, key heads, value dim]``
-    # The index of the last key that each query sees, int64 ``[documents, queries]``. It is None if the options say
-    # which keys a query sees.
-    last: torch.Tensor | None = None
-
-
 @uncompiled
 def over_documents(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, boundaries: Boundaries, options: Options
@@ -66,7 +54,6 @@ def over_documents(
     # Returns ``[tokens, query heads, value dim]``.
     tree = boundaries.tree
     if tree is not None and CpuFlash.takes(q, k, v, options):
-        assert options.scale is not None
         flash = CpuFlash(tree.lengths, options.scale)
         return Cascade.apply(  # type: ignore[no-untyped-call,no-any-return]
             q, k, v, options.sinks, True, levels_of(boundaries), flash
@@ -80,7 +67,8 @@ def over_documents(
     else:  # a segment sees the keys of its path
         segments = range(len(tree.lengths))
         states = [calls.split(q), *([tree.along(x, segment)[None] for segment in segments] for x in (k, v))]
-    outputs = [attend(call, options).transpose(1, 2) for call in map(Call, *states, last)]
+    called = zip(*states, last)
+    outputs = [attend(queries, keys, values, options, seen).transpose(1, 2) for queries, keys, values, seen in called]
     return calls.join(outputs) if outputs else q.new_zeros(*q.shape[:2], v.shape[2])
 
 
@@ -88,9 +76,14 @@ def over_documents(
 _SHARES_KEYS = "enable_gqa" in (F.scaled_dot_product_attention.__doc__ or "")
 
 
-def attend(call: Call, options: Options) -> torch.Tensor:
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, last: torch.Tensor | None = None
+) -> torch.Tensor:
+    # Documents of one length are computed at once. q is ``[documents, queries, query heads, head dim]``, and its last
+    # query is at the last key; k and v are ``[documents, length, key heads, dim]``. ``last`` is the index of the last
+    # key that each query sees, int64 ``[documents, queries]``, or None if the options say which keys a query sees.
     # Returns ``[documents, query heads, queries, value dim]`` of the values' dtype.
-    query, key, value = call.queries.transpose(1, 2), call.keys.transpose(1, 2), call.values.transpose(1, 2)
+    query, key, value = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     queries, length, groups = query.shape[2], key.shape[2], query.shape[1] // key.shape[1]
     windowed = options.window is not None and options.window < length
     special = windowed or options.dropout  # the operator's backward repeats the dropout; sdpa's backends draw others
@@ -104,13 +97,13 @@ def attend(call: Call, options: Options) -> torch.Tensor:
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     # sdpa has a flash kernel on a CPU, too. All that is not plain takes the formula, in float32 or float64.
     if plain:
-        if call.last is None and (queries in (1, length) or not options.causal):
+        if last is None and (queries in (1, length) or not options.causal):
             asked["is_causal"] = options.causal and queries > 1
         else:
-            asked["attn_mask"] = _seen(_distances(queries, length, query.device), options, call.last)
+            asked["attn_mask"] = _seen(_distances(queries, length, query.device), options, last)
         return F.scaled_dot_product_attention(query, key, value, scale=options.scale, **asked).to(value.dtype)
     with torch.autocast(query.device.type, enabled=False):
-        weights = _weights(query, key, options, call.last)
+        weights = _weights(query, key, options, last)
         weights = F.dropout(weights, options.dropout) if options.dropout else weights
         return (weights @ value.to(weights.dtype)).to(value.dtype)
 

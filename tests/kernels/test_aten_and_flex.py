@@ -108,7 +108,7 @@ def test_transposed_states_are_taken(calls, kernel):
 
 
 def test_torch_without_windows_is_not_asked_for_them(monkeypatch):
-    monkeypatch.setattr(aten, "_arguments", lambda operator: frozenset({"cum_seq_q", "max_q", "scale"}))
+    monkeypatch.setattr(aten, "arguments_of", lambda operator: frozenset({"cum_seq_q", "max_q", "scale"}))
     for feature, expected in (("window", (False, "it has no window")), ("sinks", (False, "it has no sinks"))):
         assert TorchVarlen().supports(asks([feature], device="cuda")) == expected
     assert TorchVarlen().supports(asks(["dropout"], device="cuda")) == (True, "")
@@ -118,7 +118,7 @@ def test_what_torch_and_the_gpu_lack_is_the_reason(monkeypatch):
     # On a stand-in for torch and its device: no operator, no device, an old one, a build without flash attention.
     arguments = frozenset()
     flash, efficient = aten._flash_runs.__wrapped__, aten._efficient_runs.__wrapped__
-    monkeypatch.setattr(aten, "_arguments", lambda operator: arguments)
+    monkeypatch.setattr(aten, "arguments_of", lambda operator: arguments)
     assert flash()[1].endswith("has no _flash_attention_forward with cu_seqlens")
     assert efficient()[1].endswith("has no _efficient_attention_forward with both longest lengths")
     arguments = frozenset({"cum_seq_q", "max_q", "cu_seqlens_q", "max_seqlen_k"})

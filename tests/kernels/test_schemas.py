@@ -67,7 +67,7 @@ def in_version(monkeypatch):
 
         for name in schemas:
             monkeypatch.setattr(torch.ops.aten, name, operator(name))
-        aten._arguments.cache_clear()
+        aten.arguments_of.cache_clear()
         monkeypatch.setattr(aten, "_flash_runs", lambda: (True, ""))
         monkeypatch.setattr(aten, "_efficient_runs", aten._efficient_runs.__wrapped__)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -75,7 +75,7 @@ def in_version(monkeypatch):
         return calls
 
     yield put
-    aten._arguments.cache_clear()
+    aten.arguments_of.cache_clear()
 
 
 def supported(kernel, options, trees=False):
@@ -99,7 +99,7 @@ def test_torch_varlen_calls_what_the_version_has(in_version, version, window, si
     q, k, v = states(LENGTHS, groups=2)
     logits = torch.zeros(q.shape[1], dtype=q.dtype, requires_grad=True) if sinks else None
     options = Options(window=window, sinks=logits)
-    has_windows = "window_size_left" in aten._arguments("_flash_attention_forward")
+    has_windows = "window_size_left" in aten.arguments_of("_flash_attention_forward")
     assert supported(TorchVarlen(), options, trees) == (has_windows or not (window or sinks))
     if not supported(TorchVarlen(), options, trees):
         return

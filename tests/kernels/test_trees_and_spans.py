@@ -16,7 +16,7 @@ from fa2patch import kernels
 from fa2patch.documents.boundaries import Boundaries
 from fa2patch.documents.trees import Level, Tree
 from fa2patch.errors import KernelUnavailable, KernelWrong, PackingNotIsolated
-from fa2patch.kernels import Options, aten
+from fa2patch.kernels import Options, cascade
 from fa2patch.kernels.cascade import levels_of
 from fa2patch.kernels.protocol import require_within
 from fa2patch.kernels.reference import Reference
@@ -155,8 +155,8 @@ def test_the_cascade_copies_no_keys(monkeypatch):
         calls.append((query.shape[2], key.shape[2], key.untyped_storage().data_ptr()))
         return operator(query, key, value, *rest, **more)
 
-    fake = SimpleNamespace(aten=SimpleNamespace(**{aten._CPU_FLASH: SimpleNamespace(default=counted)}))
-    monkeypatch.setattr(aten, "torch", SimpleNamespace(**{**vars(torch), "ops": fake}))
+    fake = SimpleNamespace(aten=SimpleNamespace(**{cascade._CPU_FLASH: SimpleNamespace(default=counted)}))
+    monkeypatch.setattr(cascade, "torch", SimpleNamespace(**{**vars(torch), "ops": fake}))
     lengths, parents = PROMPTS
     q, k, v = (x.detach() for x in states(lengths))
     Reference()(q, k, v, documents(lengths, parents=parents), Options())
@@ -245,11 +245,11 @@ def test_chunks_of_a_tree_are_chunks_of_its_paths(seed, size):
 @pytest.mark.parametrize(("groups", "expected"), [(1, True), (2, False)])
 def test_torch_before_2_13_gets_no_fewer_heads_of_keys(monkeypatch, groups, expected):
     # torch 2.4 writes past the gradients of the keys if they have fewer heads.
-    monkeypatch.setattr(aten, "CPU_FLASH_GROUPED", False)
+    monkeypatch.setattr(cascade, "CPU_FLASH_GROUPED", False)
     lengths, parents = PROMPTS
     called = []
-    forward = aten.CpuFlash.forward
-    monkeypatch.setattr(aten.CpuFlash, "forward", lambda *given: called.append(1) or forward(*given))
+    forward = cascade.CpuFlash.forward
+    monkeypatch.setattr(cascade.CpuFlash, "forward", lambda *given: called.append(1) or forward(*given))
     assert errors_of(Reference(), Options(scale=0.5), lengths, groups=groups, parents=parents) < 1e-12
     assert bool(called) is expected
 

@@ -176,18 +176,18 @@ def test_a_mixer_that_does_not_follow_paths_is_named(monkeypatch, wrongly):
 
 def test_a_parent_that_gets_no_gradient_is_found(patched, monkeypatch):
     # The values are right, and only the gradient to the keys of parents is lost.
-    from fa2patch.kernels import aten
+    from fa2patch.kernels import cascade
 
-    if not aten.CPU_FLASH:
+    if not cascade.CPU_FLASH:
         pytest.skip("this torch has no flash attention for CPUs")
-    backward = aten.CpuFlash.backward
+    backward = cascade.CpuFlash.backward
 
     def without_parents(self, grad, q, k, v, output, lse, level, causal, *more):
         if causal:
             return backward(self, grad, q, k, v, output, lse, level, causal, *more)
         return tuple(torch.zeros_like(x) for x in (q, k, v))
 
-    monkeypatch.setattr(aten.CpuFlash, "backward", without_parents)
+    monkeypatch.setattr(cascade.CpuFlash, "backward", without_parents)
     found = fa2patch.verify(patched, batch=TREE, strict=False)
     assert not found.ok and found.reason.startswith("segment 2 sends no gradient to its parent, segment 1")
     assert all(one.moved == one.gradient == 0 and one.distance < 1e-5 for one in found.documents)

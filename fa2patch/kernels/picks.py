@@ -26,31 +26,16 @@ from .varlen import FlashAttn, FlashAttn3, FlashAttn4, Hub
 
 
 def packed_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    boundaries: Boundaries,
+    q: torch.Tensor,  # [batch, length, query heads, head dim]
+    k: torch.Tensor,  # [batch, length, key heads, head dim]; key heads divide query heads
+    v: torch.Tensor,  # [batch, length, key heads, value head dim]; q, k and v have one dtype
+    boundaries: Boundaries,  # of the documents over the batch * length tokens
     options: Options,
     kernel: str | Kernel = "auto",
 ) -> torch.Tensor:
     """Compute attention in which no token sees, or sends a gradient to, another document.
 
-    Args:
-        q: ``[batch, length, query heads, head dim]``.
-        k: ``[batch, length, key heads, head dim]``; key heads divide query heads.
-        v: ``[batch, length, key heads, value head dim]``. q, k and v have one dtype.
-        boundaries: boundaries of the documents over the ``batch * length`` tokens.
-        options: scale, window and so on.
-        kernel: ``"auto"``, the name of a kernel, or a kernel.
-
-    Returns:
-        A contiguous tensor ``[batch, length, query heads, value head dim]`` of q's dtype.
-
-    Raises:
-        PackingNotIsolated: q, k and v differ in batch or length (a key/value cache holds other tokens), or their
-            numbers of heads do not fit.
-        UnknownKernel: no kernel has this name.
-        KernelUnavailable: the kernel cannot compute this (:class:`KernelWrong`: it fails its trial).
+    The result is contiguous, ``[batch, length, query heads, value head dim]``, and has q's dtype.
     """
     rows, key_heads = q.shape[:2], k.shape[2]
     if not rows == k.shape[:2] == v.shape[:2]:
@@ -186,15 +171,7 @@ _of_hub = lru_cache(maxsize=8)(Hub)  # one kernel object for each source, becaus
 
 
 def check_name(name: str | Kernel) -> None:
-    """Check that a kernel exists and can run on this machine.
-
-    Args:
-        name: ``"auto"``, the name of a kernel, or a kernel.
-
-    Raises:
-        UnknownKernel: no kernel has this name.
-        KernelUnavailable: the kernel cannot run on this machine.
-    """
+    """Raise :class:`UnknownKernel` or :class:`KernelUnavailable` for a kernel that cannot run on this machine."""
     if name == "auto":
         return
     kernel = named(name)
@@ -206,12 +183,7 @@ def check_name(name: str | Kernel) -> None:
 def kernel_rows() -> list[dict[str, Any]]:
     """Describe every kernel as a dict of JSON values, in the order in which ``auto`` tries them.
 
-    Kernels that are used by name only come last.
-
-    Returns:
-        For each kernel ``name``, ``what``, ``needs``, ``usable`` (whether ``auto`` can use it on this machine),
-        ``reason`` (why not), ``devices``, ``dtypes``, ``head_dim`` (the largest, or None), ``features`` (of the best
-        build) and ``here`` (features of the installed build).
+    Those of other devices, and those that are used by name only, come last.
     """
     made, tried = [], (*order(), *map(named, ELSEWHERE))
     for kernel in every_kernel():
@@ -221,11 +193,12 @@ def kernel_rows() -> list[dict[str, Any]]:
                 "name": kernel.name,
                 "what": kernel.what,
                 "needs": kernel.needs,
-                "usable": able,
-                "reason": reason,
+                "usable": able,  # by auto, on this machine
+                "reason": reason,  # why not
                 "devices": None if kernel.DEVICES is None else list(kernel.DEVICES),
                 "dtypes": None if kernel.DTYPES is None else [str(x).replace("torch.", "") for x in kernel.DTYPES],
                 "head_dim": kernel.MAX_HEAD_DIM,
+                # of the best build, and of the installed one
                 "features": [name for name in FEATURES if name in kernel.FEATURES],
                 "here": [name for name in FEATURES if able and name in kernel.features()],
             }
@@ -234,15 +207,11 @@ def kernel_rows() -> list[dict[str, Any]]:
 
 
 class Pick(NamedTuple):
-    """The kernel of a layer.
-
-    Attributes:
-        kernel: the kernel.
-        why: why ``auto`` did not choose the kernels before it in :func:`order`; empty if there are none, or if the
-            kernel was asked for by name.
-    """
+    """The kernel of a layer."""
 
     kernel: Kernel
+    # Why ``auto`` did not choose the kernels before it in ``order``; empty if there are none, or if the kernel was
+    # asked for by name.
     why: str
 
 
@@ -266,20 +235,9 @@ class Mixed(NamedTuple):
 
 
 def pick(name: str | Kernel, asked: Asked, device: torch.device, try_it: bool = True) -> Pick:
-    """Choose the kernel for one kind of call.
+    """Choose the kernel for one kind of call: for ``"auto"`` the first that is available, supports it and is right.
 
-    ``"auto"`` chooses the first kernel that is available, supports the call and passes its trial.
-
-    Args:
-        name: ``"auto"``, the name of a kernel, or a kernel.
-        asked: what the call needs.
-        device: the device of q, k and v.
-        try_it: whether the kernel must pass its trial.
-
-    Raises:
-        UnknownKernel: no kernel has this name.
-        KernelUnavailable: the named kernel is not available, or does not support the call.
-        KernelWrong: the named kernel fails its trial.
+    A kernel that is asked for must be all three, or it is an error. Without ``try_it`` there is no trial.
     """
     passed: list[str] = []
     for kernel in order() if name == "auto" else (named(name),):
@@ -357,12 +315,6 @@ class Picks:
 
         Each kind of call is tried for each mixer, because two mixers of one class may have different parameters and so
         call different kernels. It is tried again for larger sizes. If the trial raises, nothing is remembered.
-
-        Args:
-            module: the mixer.
-            kind: a description of the call.
-            sizes: how large the call is. A smaller one needs no trial of its own.
-            trial: returns whether the mixer keeps documents apart, and the reason if not.
         """
         known = self._tried.setdefault(module, {})
         before = known.get(kind)
@@ -372,13 +324,7 @@ class Picks:
         return known[kind]
 
     def __call__(self, module: torch.nn.Module | None, asked: Asked, device: torch.device) -> Kernel:
-        """Choose the kernel for a call, and warn if ``auto`` can only use a slow one.
-
-        Args:
-            module: the layer, for :meth:`of`; None if it is not known.
-            asked: what the call needs.
-            device: the device of q, k and v.
-        """
+        """Choose the kernel for a call of a layer, if it is known, and warn if ``auto`` can only use a slow one."""
         kind = (asked, device)
         if kind not in self._made:
             self._made[kind] = pick(self.given or self.name, asked, device)
@@ -391,11 +337,7 @@ class Picks:
     def captured(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, trees: bool, spans: bool
     ) -> Kernel:
-        """Choose the kernel for a call that is captured into a graph. Everything that is traced here costs time.
-
-        Args:
-            q, k, v, options, trees, spans: as for :func:`~.protocol.asked_by`.
-        """
+        """Choose the kernel for a call that is captured into a graph. Everything that is traced here costs time."""
         picked = _picked(self._number, q.device.index, described_call(q, k, v, options, trees, spans))
         return named(picked) if self.given is None else self.given
 

@@ -122,9 +122,7 @@ def night(version: str, architecture: str) -> int:
 
 
 def failures(evidence: Environment | str) -> list[str]:
-    if isinstance(evidence, str):
-        return [evidence]
-    return [f"{name}: {cell.reason}" for name, cell in evidence.cells.items() if cell.state == "fail"]
+    return [evidence] if isinstance(evidence, str) else evidence.failing
 
 
 def report(results: dict[str, Environment | str], console: Console) -> None:

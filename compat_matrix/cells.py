@@ -135,6 +135,10 @@ class Environment:
     def minor(self) -> tuple[int, int]:
         return Version(self.transformers).major, Version(self.transformers).minor
 
+    @property
+    def failing(self) -> list[str]:
+        return [f"{name}: {cell.reason}" for name, cell in self.cells.items() if cell.state == "fail"]
+
     def cell(self, architecture: str) -> Cell:
         return self.cells.get(architecture, ABSENT)
 

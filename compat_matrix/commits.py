@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from . import items
+from . import keys
 
 ROOT = Path(__file__).parents[1]
 # This environment variable names the commit of a copy of the files that has no git folder, or an older one.
@@ -79,7 +79,7 @@ def changed(commit: str) -> list[str]:
 
 def _code(commit: str, file: str) -> Any:
     held = git("show", f"{commit}:{file}")
-    return items.read(ast.parse(held)).items if file.endswith(".py") else held
+    return keys.items_of(ast.parse(held)).items if file.endswith(".py") else held
 
 
 def export(commit: str, package: str, folder: Path) -> None:

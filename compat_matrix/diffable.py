@@ -22,6 +22,11 @@ def dumped(value: Any, levels: int, depth: int = 0, **others: int) -> str:
     return f"{begin}{inside}{f',{inside}'.join(entries)}\n{' ' * depth}{end}"
 
 
+def some(names: Iterable[str], most: int = 5) -> str:
+    every = list(names)
+    return ", ".join(every[:most]) + (f" and {len(every) - most} more" if len(every) > most else "")
+
+
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], numbers: bool = False) -> str:
     lines = [head, ["---", *["---:" if numbers else "---"] * (len(head) - 1)], *rows]
     return "\n".join(f"| {' | '.join(text.replace('|', chr(92) + '|') for text in line)} |" for line in lines)

@@ -56,11 +56,8 @@ def failures(evidence: Path, names: list[str]) -> list[str]:
             said = [] if allowed_to_fail else ["no evidence; its job failed before the check was done"]
         else:
             try:
-                cells = read_file(file).cells
-                failing = [
-                    f"{architecture}: {cell.reason}" for architecture, cell in cells.items() if cell.state == "fail"
-                ]
-                said = moved(cells) if allowed_to_fail else failing
+                found = read_file(file)
+                said = moved(found.cells) if allowed_to_fail else found.failing
             except Malformed as error:
                 said = [str(error)]
         lines += [f"- {name}: {line}" for line in said]

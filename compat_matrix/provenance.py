@@ -17,6 +17,7 @@ from typing import Any
 from . import commits, environments, keys, stale
 from .bench import figures
 from .cells import Results, grouped
+from .diffable import some
 from .results import EVIDENCE, Malformed, read
 
 
@@ -43,7 +44,7 @@ def problems(results: Results) -> list[str]:
     for environment in results.environments:
         old = list(stale.cells(environment, sources))
         if old:
-            found.append(f"{len(old)} of {len(environment.cells)} cells of {environment.name} are stale: {_some(old)}.")
+            found.append(f"{len(old)} of {len(environment.cells)} cells of {environment.name} are stale: {some(old)}.")
     for code, count in Counter(made.code for made in results.made if made.dirty is not False).items():
         found.append(f"{count} cells were made with {code}.")
     return found
@@ -70,7 +71,7 @@ def of_measurements(measured: Mapping[str, Mapping[str, Any]]) -> list[str]:
         against = _after(commit)
         if commit and dirty is not False:
             against.append("The code had uncommitted changes, or its commit was stated by hand.")
-        found += [f"{sentence} Affected: {_some(names)}." for sentence in against]
+        found += [f"{sentence} Affected: {some(names)}." for sentence in against]
     return found
 
 
@@ -81,12 +82,8 @@ def _after(commit: str) -> list[str]:
         changed = commits.changed(commit)
     except commits.NoCommit as error:
         return [f"This clone does not have commit {commit}, which measurements name: {error}"]
-    said = f"{len(changed)} files that measurements depend on changed after commit {commit}: {_some(changed)}."
+    said = f"{len(changed)} files that measurements depend on changed after commit {commit}: {some(changed)}."
     return [said] if changed else []
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 if __name__ == "__main__":

@@ -90,11 +90,11 @@ def look(release: str, folder: Path) -> Changes:
 
 
 def commit(release: str, found: Changes) -> None:
-    cells = read_file(environments.HERE / "evidence" / f"{release}.json").cells
-    states = Counter(cell.state for cell in cells.values())
+    checked = read_file(environments.HERE / "evidence" / f"{release}.json")
+    states = Counter(cell.state for cell in checked.cells.values())
     counted = ", ".join(f"{count} {state}" for state, count in states.most_common())
-    failing = [f"- {name}: {cell.reason}"[:160] for name, cell in cells.items() if cell.state == "fail"]
-    subject = f"Transformers {release}: {counted} of {len(cells)} cells{', RED' if found.reds else ''}"
+    failing = [f"- {failure}"[:160] for failure in checked.failing]
+    subject = f"Transformers {release}: {counted} of {len(checked.cells)} cells{', RED' if found.reds else ''}"
     body = "\n".join([verdict(found).replace("*", ""), *failing, "", "What is new: compat_matrix/follow/RELEASE.md"])
     commits.git("add", "--", *WRITTEN)
     commits.git("commit", "-m", subject, "-m", body)

@@ -193,6 +193,4 @@ def _gone(before: Sources, after: Sources, relied: Mapping[str, str]) -> Iterato
 
 
 def listed(names: Iterable[str], most: int = 4) -> str:
-    every = [f"`{name}`" for name in names]
-    more = f" and {len(every) - most} more" if len(every) > most else ""
-    return ", ".join(every[:most]) + more
+    return diffable.some((f"`{name}`" for name in names), most)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ast
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any, Callable
 
@@ -183,19 +184,12 @@ def points() -> dict[str, str]:
     return dict(sorted(found.items()))
 
 
-class _Once(dict[Any, int]):
-    # It numbers distinct values in order of appearance: thousands of cells share few reasons.
-
-    def __missing__(self, key: Any) -> int:
-        self[key] = len(self)
-        return self[key]
-
-
 def data(results: Results) -> dict[str, Any]:
     # A cell is three numbers: indices into "cells" (fa2patch), "runs" (Transformers alone) and "made". It is 0 where
     # the version does not have the architecture. In these tables, texts are indices into "texts"; states, counts, and
-    # whether older code made the cell are numbers of their own.
-    cells, runs, made, texts = _Once(), _Once(), _Once(), _Once()
+    # whether older code made the cell are numbers of their own. Each value is in a table once, because thousands of
+    # cells share few reasons.
+    cells, runs, made, texts = (defaultdict[Any, int](count().__next__) for _ in range(4))
 
     def numbered(value: Any) -> Any:
         if isinstance(value, (list, tuple)):

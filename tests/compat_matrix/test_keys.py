@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from compat_matrix import commits, environments, items, keys, stale
+from compat_matrix import commits, environments, keys, stale
 
 MODULE = dedent('''
     """A module."""
@@ -56,7 +56,7 @@ MODULE = dedent('''
 
 def changed(old, new):
     assert old in MODULE
-    before, after = (items.read(ast.parse(source)).items for source in (MODULE, MODULE.replace(old, new)))
+    before, after = (keys.items_of(ast.parse(source)).items for source in (MODULE, MODULE.replace(old, new)))
     return {name for name in {*before, *after} if before.get(name) != after.get(name)}
 
 
@@ -106,11 +106,11 @@ PYTHONS = [found for found in map(environments.interpreter, ("3.9", "3.10", "3.1
 @pytest.mark.skipif(not PYTHONS, reason="looked for other releases of Python, found none")
 def test_the_same_text_gives_the_same_hashes_in_every_python():
     # Evidence of one Python is compared with sources that another one parses.
-    read = f"import ast; found = items.read(ast.parse({MODULE!r}))"
+    read = f"import ast; found = keys.items_of(ast.parse({MODULE!r}))"
     script = f"{read}; print(found.items, sorted((name, sorted(words)) for name, words in found.mentions.items()))"
-    here = subprocess.run([sys.executable, "-c", f"from compat_matrix import items; {script}"], capture_output=True)
+    here = subprocess.run([sys.executable, "-c", f"from compat_matrix import keys; {script}"], capture_output=True)
     for python in PYTHONS:  # the package itself needs packages
-        alone = f"import sys; sys.path.insert(0, {str(Path(items.__file__).parent)!r}); import items; {script}"
+        alone = f"import sys; sys.path.insert(0, {str(Path(keys.__file__).parent)!r}); import keys; {script}"
         said = subprocess.run([python, "-c", alone], capture_output=True)
         assert said.stdout == here.stdout and here.stdout, (python, said.stderr)
 

@@ -15,7 +15,7 @@ from typing import Any, Callable
 from . import diffable, environments, keys, plans, run, stale
 from .cells import STATES, Environment, score
 from .results import EVIDENCE, Malformed, read_data, read_file
-from .screen import Console, Table, bars, done
+from .screen import Console, Table, bars
 
 ROOT = environments.HERE.parent
 # The rotation runs every point of every cell once in so many nights.
@@ -55,7 +55,7 @@ def main(arguments: list[str] | None = None) -> int:
         def checked(version: environments.Version) -> Environment:
             return check(version, given, packages, lambda: progress.advance(cells))
 
-        for version, found in done(checked, wanted, given.jobs):
+        for version, found in environments.done(checked, wanted, given.jobs):
             results[version.name] = f"{type(found).__name__}: {found}" if isinstance(found, Exception) else found
             progress.advance(task)
             bad = failures(results[version.name])

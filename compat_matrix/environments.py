@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
-import json
 import os
 import re
 import shutil
@@ -13,11 +12,12 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from datetime import date
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, Callable, TypeVar
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -25,6 +25,9 @@ else:
     import tomli as tomllib
 
 HERE = Path(__file__).parent
+
+Item = TypeVar("Item")
+Found = TypeVar("Found")
 
 # It stands for the newest release, so that no command needs its number.
 NEWEST = "newest"
@@ -221,12 +224,24 @@ def interpreter(python: str) -> str:
     return python  # uv then downloads it
 
 
-def printed(python: Path, packages: Path, module: str, *arguments: str) -> dict[str, Any]:
-    command = [str(python), "-m", module, *arguments]
-    done = subprocess.run(command, cwd=packages, capture_output=True, text=True, env=variables(packages))
+def printed(module: str, *arguments: str, python: Path | str = sys.executable, packages: Path | None = None) -> str:
+    # packages: of only_our_packages; None takes those of this process
+    command, settings = [str(python), "-m", module, *arguments], variables(packages) if packages else None
+    done = subprocess.run(command, cwd=packages, capture_output=True, text=True, env=settings)
     if done.returncode:
         raise RuntimeError(done.stderr[-1500:])
-    return dict(json.loads(done.stdout))
+    return done.stdout
+
+
+def done(
+    work: Callable[[Item], Found], items: Iterable[Item], at_a_time: int
+) -> Iterator[tuple[Item, Found | Exception]]:
+    # Versions are checked in threads. An error comes in the place of what was found.
+    with ThreadPoolExecutor(max(1, at_a_time)) as pool:
+        started = {pool.submit(work, item): item for item in items}
+        for future in as_completed(started):
+            error = future.exception()
+            yield started[future], error if isinstance(error, Exception) else future.result()
 
 
 def _find_links() -> list[str]:

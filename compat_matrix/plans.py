@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from . import diffable, environments, keys, run
-from .screen import bars, done
+from .screen import bars
 
 PLANS = environments.HERE / "plans.json"
 
@@ -51,7 +51,11 @@ def main(arguments: list[str] | None = None) -> int:
     wrong, broken, count = False, False, 0
     with environments.only_our_packages() as packages, bars() as progress:
         task = progress.add_task("plans", total=len(left))
-        for version, found in done(lambda each: run.plans(each, given.environments, packages), left, given.jobs):
+
+        def planned(version: environments.Version) -> tuple[Snapshots, keys.Items]:
+            return run.plans(version, given.environments, packages)
+
+        for version, found in environments.done(planned, left, given.jobs):
             progress.advance(task)
             if isinstance(found, Exception):  # the other versions' plans are kept
                 broken = True

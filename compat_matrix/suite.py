@@ -17,7 +17,7 @@ from xml.etree import ElementTree
 
 from . import environments
 from .ecosystem.stacks import stacks
-from .screen import Console, bars, done
+from .screen import Console, bars
 
 # One version for each way in which Transformers computes attention, and the newest of both majors.
 VERSIONS = ("4.36.2", "4.43.4", "4.48.3", "4.57.6", environments.newest().name)
@@ -63,7 +63,7 @@ def main(arguments: list[str] | None = None) -> int:
             progress.start_task(tasks[name])
             return run(name, given, packages, lambda percent: progress.update(tasks[name], completed=percent))
 
-        for name, found in done(tested, given.versions, AT_A_TIME):
+        for name, found in environments.done(tested, given.versions, AT_A_TIME):
             failed = isinstance(found, Exception)
             results[name] = Result(failed=(f"{type(found).__name__}: {found}",)) if failed else found
             progress.update(tasks[name], completed=100)

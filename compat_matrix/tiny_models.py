@@ -265,11 +265,6 @@ def has_experts(model: Any) -> bool:
     return any(re.search(r"expert|moe|router", name, re.IGNORECASE) for name, _ in model.named_modules())
 
 
-def _needs_a_window(modeling: Any) -> bool:
-    # The flash Mistral of 4.34 and 4.35 fails without a window.
-    return not any(hasattr(modeling, name) for name in ("MISTRAL_ATTENTION_CLASSES", *ATTENTION_FUNCTIONS))
-
-
 def modeling(architecture: str) -> Any:
     return sys.modules[model_class(architecture).__module__]
 
@@ -302,8 +297,10 @@ _checked: set[tuple[str, bool]] = set()
 
 def unfilled(architecture: str, implementation: str, **changes: Any) -> Any:
     # The weights are those that Transformers gives the model.
-    if architecture == "mistral" and implementation == "flash_attention_2" and _needs_a_window(modeling(architecture)):
-        changes = {"sliding_window": 4096, **changes}
+    if architecture == "mistral" and implementation == "flash_attention_2":
+        newer = ("MISTRAL_ATTENTION_CLASSES", *ATTENTION_FUNCTIONS)
+        if not any(hasattr(modeling(architecture), name) for name in newer):
+            changes = {"sliding_window": 4096, **changes}  # the flash Mistral of 4.34 and 4.35 fails without a window
     config = config_of(architecture, **changes)
     cls = model_class(architecture)
     if implementation == "flash_attention_2":

@@ -13,7 +13,6 @@ import torch
 
 from .. import commits, environments
 from ..ecosystem.stacks import stacks
-from . import workloads
 from .budget import OWN, PADDED
 
 # The loss of TRL 1.16 reserves half a MB for each token, for any vocabulary: more than all else of a tiny model.
@@ -47,7 +46,7 @@ def stack(quick: bool, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
         with environments.only_our_packages() as ours:
             path = (ours, tests / "helpers", tests / "integrations" / "scripts")
             monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, path)))
-            workloads.printed("compat_matrix.bench.budget", *told, python=python)
+            environments.printed("compat_matrix.bench.budget", *told, python=python)
         return dict(torch.load(out))
 
     return run

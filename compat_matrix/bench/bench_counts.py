@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,7 @@ def bench_calls(rows: list[Any], quick: bool) -> None:
     rows.append({"what": "import", "calls": imported["import: calls"], "modules": imported["import: modules"]})
     layers = QUICK_LAYERS if quick else LAYERS
     model = own_time.on_meta(layers)
-    count = sum(calls(lambda: fa2patch.apply(model)).values())
-    rows.append({"what": f"apply, {layers} layers", "calls": count})
+    rows.append({"what": f"apply, {layers} layers", "calls": sum(calls(lambda: fa2patch.apply(model)).values())})
     with torch.no_grad():
         runs = (own_time.forwards(number, more) for number, more in ((2, 0), (6, 0), (2, own_time.MORE_MODULES)))
         found = own_time.calls_of_forwards(*runs)
@@ -69,7 +69,9 @@ def bench_syncs(rows: Any, quick: bool, folder: Path, version: str) -> None:
     """
     with environments.only_our_packages() as packages:
         python = environments.make(environments.version(version), folder)
-        found = environments.printed(python, packages, "compat_matrix.bench.syncs", *(["--quick"] if quick else []))
+        options = ["--quick"] if quick else []
+        said = environments.printed("compat_matrix.bench.syncs", *options, python=python, packages=packages)
+    found = json.loads(said)
     before = f"{rows.on}," if rows.on else "Transformers"
     rows.on = f"{before} {version} with torch {found['torch']}"
     rows += [{"model": row["model"], "Transformers": version, **row} for row in found["rows"]]

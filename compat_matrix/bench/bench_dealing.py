@@ -42,10 +42,6 @@ def functions(file: Path) -> SimpleNamespace:
     return SimpleNamespace(**names)
 
 
-def of_fa2patch(lengths: Any, ranks: int, budget: int) -> Passes:
-    return packing.deal(lengths, ranks, budget).passes
-
-
 def of_verl(verl: Any, lengths: Any, ranks: int, budget: int) -> Passes:
     # A step is dealt as by verl's trainer, and cut into as many micro-batches as the rank that needs the most.
     work = verl.calculate_workload(torch.from_numpy(lengths)).tolist()
@@ -78,7 +74,7 @@ def of_unsloth(unsloth: Any, lengths: Any, ranks: int, budget: int) -> Passes:
 
 def planners(others: Path | None) -> dict[str, Callable[..., Passes]]:
     # Planners of other packages are compared only if the folder holds them.
-    found: dict[str, Callable[..., Passes]] = {"fa2patch": of_fa2patch}
+    found: dict[str, Callable[..., Passes]] = {"fa2patch": lambda *given: packing.deal(*given).passes}
     for name, pattern, deal in (
         ("verl", "**/verl/utils/seqlen_balancing.py", of_verl),
         ("unsloth", "**/unsloth/utils/token_budget.py", of_unsloth),

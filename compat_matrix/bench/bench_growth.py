@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,13 +25,8 @@ def ids_of(tokens: int) -> torch.Tensor:
     return (torch.arange(tokens) % LENGTH)[None]
 
 
-def from_ids(tokens: int) -> Callable[[], Any]:
-    ids = ids_of(tokens)
-    return lambda: find_boundaries((1, tokens), ids.device, position_ids=ids)
-
-
-def from_ids_and_mask(tokens: int) -> Callable[[], Any]:
-    ids, mask = ids_of(tokens), torch.ones(1, tokens, dtype=torch.int64)
+def from_ids(tokens: int, masked: bool = False) -> Callable[[], Any]:
+    ids, mask = ids_of(tokens), torch.ones(1, tokens, dtype=torch.int64) if masked else None
     return lambda: find_boundaries((1, tokens), ids.device, position_ids=ids, attention_mask=mask)
 
 
@@ -75,7 +71,7 @@ def apply_to_experts(layers: int) -> Callable[[], Any]:
 # what grows, to what number
 GROWS: dict[str, tuple[Callable[[int], Callable[[], Any]], int]] = {
     "tokens with position ids": (from_ids, 1_000_000),
-    "tokens with position ids and a mask of ones": (from_ids_and_mask, 1_000_000),
+    "tokens with position ids and a mask of ones": (partial(from_ids, masked=True), 1_000_000),
     "tokens with the collator's lengths": (from_lengths, 1_000_000),
     "examples in a plan": (plan, 10_000_000),
     "modules in a forward": (forward_with_modules, 78_000),

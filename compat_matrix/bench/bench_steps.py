@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fa2patch
 from fa2patch.documents.boundaries import Boundaries
 from fa2patch.kernels import Options
 
+from .. import environments
 from ..check.reads import calls
-from . import workloads
+from . import operators, workloads
 from .bench_times import MOST_PADDING, layouts
 from .workloads import BY_HAND, DISTRIBUTIONS, ByHand, packed, padded, small_llama
 
@@ -47,19 +47,6 @@ def one_by_one(
         for one in zip(*(torch.split(x.transpose(0, 1), lengths, dim=1) for x in (q, k, v)))
     ]
     return torch.cat(outputs, dim=1).transpose(0, 1)
-
-
-class Operators(TorchDispatchMode):
-    # Views and allocations start nothing and are not counted.
-
-    number = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        views = any(
-            returned.alias_info is not None and not returned.alias_info.is_write for returned in func._schema.returns
-        )
-        self.number += not views and not func.overloadpacket.__name__.startswith(("empty", "new_empty"))
-        return func(*args, **(kwargs or {}))
 
 
 def steps(lengths: list[int], layers: int, hidden: int, only: str = "") -> dict[str, Callable[[], Any]]:
@@ -104,9 +91,9 @@ def bench_steps(rows: list[Any], turns: Any, quick: bool, kind: str) -> None:
         run()  # some checks are made only once for each model
     counted = {}
     for name in ("fa2patch", "SDPA by hand"):
-        with Operators() as operators:
+        with operators.counted() as found:
             runs[name]()
-        counted[name] = operators.number, sum(calls(runs[name]).values())
+        counted[name] = sum(found.values()), sum(calls(runs[name]).values())
     taken = turns(runs, 1 if quick else 9, warm_up=1)
     row: dict[str, Any] = {"documents": kind, "limit": round(workloads.padding_ratio([lengths]), 2)}
     for name in ("SDPA by hand", "upstream, packed", "padded"):
@@ -133,7 +120,7 @@ def bench_memory(rows: list[Any], quick: bool, kind: str) -> None:
     for rival in ("fa2patch", "upstream, packed", "padded"):
         row[f"{rival}, MB"] = ""
         if rival != "padded" or len(lengths) * max(lengths) <= MOST_PADDING * sum(lengths):
-            peak = workloads.printed("compat_matrix.bench.bench_steps", kind, rival, *map(str, (tokens, *size)))
+            peak = environments.printed("compat_matrix.bench.bench_steps", kind, rival, *map(str, (tokens, *size)))
             row[f"{rival}, MB"] = round(int(peak) / 1e6, 1)
     rows.append(row)
 

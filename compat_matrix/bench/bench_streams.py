@@ -11,6 +11,7 @@ import pytest
 
 from fa2patch import packing
 
+from .. import environments
 from . import workloads
 from .workloads import FLAN
 
@@ -52,7 +53,7 @@ def bench_streams(rows: list[Any], quick: bool, documents: int, kind: str) -> No
     in use before, in a process of its own. A state is saved at every thousandth row; its size is that of its JSON.
     """
     count = documents // 100 if quick else documents
-    found = workloads.printed("compat_matrix.bench.bench_streams", kind, str(count))
+    found = environments.printed("compat_matrix.bench.bench_streams", kind, str(count))
     rows.append({"documents": count, "examples": kind, **json.loads(found)})
 
 

@@ -15,13 +15,11 @@ attention operators are written into ``aten_schemas.json``, beside those of othe
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib.util
 import json
 import logging
 import warnings
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Callable, NamedTuple
@@ -29,7 +27,6 @@ from typing import Any, Callable, NamedTuple
 import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fa2patch import evidence
 from fa2patch.documents.boundaries import Boundaries
@@ -43,7 +40,7 @@ from fa2patch.kernels.protocol import Kernel
 from fa2patch.kernels.varlen import PARAMETERS, EntryPoint, FlashAttn, FlashAttn3, FlashAttn4
 
 from .. import environments
-from ..check.reads import DISPATCHED
+from .operators import KINDS, OF_STAND_INS, OPERATORS, counted
 
 # The last release of each minor. Each environment takes about 5 GB, unless the package index has a build for CPUs.
 TORCH = (
@@ -52,51 +49,6 @@ TORCH = (
 
 TRANSFORMERS = environments.newest().transformers
 SCHEMAS = Path(__file__).with_name("aten_schemas.json")
-OPERATORS = (
-    "_flash_attention_forward", "_flash_attention_backward", "_efficient_attention_forward",
-    "_efficient_attention_backward",
-)  # fmt: skip
-
-# --- counting operators ---------------------------------------------------------------------------------------
-
-# "copies" move values without computing any. "others" are neither kernels, copies nor reads.
-KINDS = ("kernel", "copies", "others", "reads")
-
-COPIES = {
-    "clone", "_to_copy", "copy_", "constant_pad_nd", "cat", "index", "index_select", "repeat_interleave", "index_copy",
-    "index_put", "index_put_", "slice_backward", "contiguous", "pin_memory",
-}  # fmt: skip
-ALLOCATES = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "lift_fresh")
-# The operators of this namespace take the place of kernels that are no operators of torch.
-OF_STAND_INS = "fa2patch_dry"
-
-
-@contextlib.contextmanager
-def counted() -> Iterator[Counter[str]]:
-    # Views and allocations start nothing and are not counted.
-    found: Counter[str] = Counter(dict.fromkeys(KINDS, 0))
-
-    class Counting(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            found.update(filter(None, [_kind(func, args, kwargs or {})]))
-            return func(*args, **(kwargs or {}))
-
-    with Counting():
-        yield found
-
-
-def _kind(func: Any, args: Any, kwargs: dict[str, Any]) -> str:
-    name, to = func.overloadpacket.__name__, kwargs.get("device")
-    if func.namespace == OF_STAND_INS or name in OPERATORS:
-        return "kernel"
-    leaves = name == "_to_copy" and to is not None and torch.device(to).type == "cpu" != args[0].device.type
-    if name in DISPATCHED or leaves:
-        return "reads"
-    if name in COPIES:
-        return "copies"
-    views = any(result.alias_info is not None and not result.alias_info.is_write for result in func._schema.returns)
-    return "" if views or name in ALLOCATES or func.namespace == "prim" else "others"
-
 
 # --- kernels, and fake functions where torch has none ---------------------------------------------------------
 
@@ -330,7 +282,8 @@ def measure(folder: Path, versions: Iterable[str] = TORCH) -> list[dict[str, Any
         for version in track(list(versions), "dry", console=Console(stderr=True)):
             wanted = environments.Version(f"torch-{version}", TRANSFORMERS, "3.11", version, pins=())
             python = environments.make(wanted, folder.resolve())
-            runs.append(environments.printed(python, packages, "compat_matrix.bench.dry"))
+            said = environments.printed("compat_matrix.bench.dry", python=python, packages=packages)
+            runs.append(json.loads(said))
     return merged(runs)
 
 

@@ -25,7 +25,14 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torch
+
+import fa2patch
+from fa2patch.kernels.reference import Reference
+
 from .. import commits, environments
+from ..check.reads import calls
+from .workloads import BY_HAND, ByHand, boundaries_of, packed, small_llama
 
 COMMAND = "python -m compat_matrix.bench.own_time"
 VERSIONS = (environments.newest().name, "5.22.2", "4.43.4")
@@ -50,69 +57,53 @@ def main(arguments: list[str] | None = None) -> int:
     if given.here:
         print(json.dumps(measured()))
         return 0
-    from .against import order  # not above: environments of releases have no rich
+    from ..screen import Console, Table  # not above: environments of releases have no rich
+    from .against import order
 
     with tempfile.TemporaryDirectory(prefix="fa2patch-own-time-") as folder:
-        sides = dict(_packages(given.ref, Path(folder).resolve()))
+        # fa2patch of a commit and of now stand in these folders, each with the bench of now
+        sides = {side: Path(folder).resolve() / side for side in (("before", "after") if given.ref else ("after",))}
+        for home in sides.values():
+            home.mkdir()
+            (home / "compat_matrix").symlink_to(commits.ROOT / "compat_matrix", target_is_directory=True)
+        (sides["after"] / "fa2patch").symlink_to(commits.ROOT / "fa2patch", target_is_directory=True)
+        if given.ref:
+            commits.export(commits.number(given.ref), "fa2patch", sides["before"])
         for name in given.versions:
             python = environments.make(environments.version(name), given.environments.resolve())
             runs: dict[str, list[Rows]] = {side: [] for side in sides}
             for side in order(given.rounds):
                 if side in sides:
-                    runs[side].append(
-                        environments.printed(python, sides[side], "compat_matrix.bench.own_time", "--here")
-                    )
-            _show(name, {side: _median(found) for side, found in runs.items()})
+                    module = "compat_matrix.bench.own_time"
+                    said = environments.printed(module, "--here", python=python, packages=sides[side])
+                    runs[side].append(json.loads(said))
+            table = Table("", *sides, title=f"Transformers {name}")
+            for what in runs["after"][0]:
+                medians = (statistics.median(run[what] for run in of_side) for of_side in runs.values())
+                table.add_row(what, *(f"{median:,.2f}".removesuffix(".00") for median in medians))
+            Console().print(table)
     return 0
-
-
-def _packages(ref: str | None, folder: Path) -> Iterator[tuple[str, Path]]:
-    # fa2patch of a commit and of now stand in these folders, each with the bench of now.
-    for side in (*(("before",) if ref else ()), "after"):
-        home = folder / side
-        home.mkdir()
-        (home / "compat_matrix").symlink_to(commits.ROOT / "compat_matrix", target_is_directory=True)
-        if side == "before":
-            commits.export(commits.number(str(ref)), "fa2patch", home)
-        else:
-            (home / "fa2patch").symlink_to(commits.ROOT / "fa2patch", target_is_directory=True)
-        yield side, home
-
-
-def _median(runs: list[Rows]) -> Rows:
-    return {what: statistics.median(run[what] for run in runs) for what in runs[0]}
-
-
-def _show(name: str, sides: dict[str, Rows]) -> None:
-    from ..screen import Console, Table
-
-    table = Table("", *sides, title=f"Transformers {name}")
-    for what in next(iter(sides.values())):
-        table.add_row(what, *(f"{found[what]:,.2f}".removesuffix(".00") for found in sides.values()))
-    Console().print(table)
 
 
 # In an environment
 
 
 def _calls(run: Callable[[], Any]) -> int:
-    from ..check.reads import calls  # not above: the process that prints the table needs no torch
-
     return sum(calls(run).values())
 
 
 def measured() -> Rows:
     # The import is measured in processes of its own.
-    import torch
-
     os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error")
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    found: Rows = {**of_import(), **of_apply()}
+    found, model = of_import(), on_meta(LAYERS)
+    found[f"apply, {LAYERS} layers: calls"] = _calls(lambda: fa2patch.apply(model))
     with torch.no_grad():
         few, many, larger = (forwards(layers, more) for layers, more in ((2, 0), (6, 0), (2, MORE_MODULES)))
         found |= calls_of_forwards(few, many, larger)
-        found |= _microseconds_of_forwards(few, many)
+        for way in WAYS:
+            found |= _by_layers(way, "µs", *(_microseconds(runs[way], runs[BASE]) for runs in (few, many)))
         found |= _microseconds_of_seam()
     return {**found, **_of_capture()}
 
@@ -156,18 +147,10 @@ def of_import(repeats: int = 3) -> Rows:
 
 
 def on_meta(layers: int) -> Any:
-    import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     with torch.device("meta"):
         return LlamaForCausalLM(LlamaConfig(num_hidden_layers=layers))
-
-
-def of_apply(layers: int = LAYERS) -> Rows:
-    import fa2patch
-
-    model = on_meta(layers)
-    return {f"apply, {layers} layers: calls": _calls(lambda: fa2patch.apply(model))}
 
 
 def calls_of_forwards(few: Runs, many: Runs, larger: Runs) -> Rows:
@@ -176,26 +159,23 @@ def calls_of_forwards(few: Runs, many: Runs, larger: Runs) -> Rows:
     found: Rows = {}
     for way in WAYS:
         short, long, with_more = (count[way] - count[BASE] for count in counts)
-        found[f"a layer, {way}: calls"] = (long - short) / 4
-        found[f"a forward beyond its layers, {way}: calls"] = short - (long - short) / 2
+        found |= _by_layers(way, "calls", short, long)
         found[f"{MORE_MODULES:,} more modules, {way}: calls"] = with_more - short
     return found
 
 
-def _microseconds_of_forwards(few: Runs, many: Runs) -> Rows:
-    found: Rows = {}
-    for way in WAYS:
-        short, long = (_microseconds(runs[way], runs[BASE]) for runs in (few, many))
-        found[f"a layer, {way}: µs"] = (long - short) / 4
-        found[f"a forward beyond its layers, {way}: µs"] = short - (long - short) / 2
-    return found
+def _by_layers(way: str, unit: str, short: float, long: float) -> Rows:
+    # short and long: of forwards with 2 and 6 layers
+    return {
+        f"a layer, {way}: {unit}": (long - short) / 4,
+        f"a forward beyond its layers, {way}: {unit}": short - (long - short) / 2,
+    }
 
 
 def _microseconds_of_seam() -> Rows:
     # What a layer's attention function takes beyond the changes of shape that every varlen kernel needs. The kernel
     # returns the queries, and the call is repeated alone, so that its code is in the processor's caches. In a forward
     # it is not, and the same code takes several times as long.
-    import torch
     from transformers.models.llama import modeling_llama
 
     if not hasattr(modeling_llama, "ALL_ATTENTION_FUNCTIONS"):  # before 4.48
@@ -210,13 +190,7 @@ def _microseconds_of_seam() -> Rows:
 @contextlib.contextmanager
 def _calls_of_seam(dtype: Any) -> Iterator[tuple[Callable[[], Any], Callable[[], Any]]]:
     # The two call a patched layer's attention function, and the changes of shape alone.
-    import torch
     from transformers.models.llama import modeling_llama
-
-    import fa2patch
-    from fa2patch.kernels.reference import Reference
-
-    from .workloads import packed, small_llama
 
     model = small_llama(2, 64).eval().to(dtype)
     fa2patch.apply(model, kernel="reference")
@@ -257,13 +231,6 @@ def _repeated(run: Callable[[], Any], times: int = 2000) -> float:
 
 def forwards(layers: int, more_modules: int = 0) -> Runs:
     # The row has two documents. The patched model may hold more modules, which compute nothing.
-    import torch
-
-    import fa2patch
-    from fa2patch.kernels.reference import Reference
-
-    from .workloads import BY_HAND, ByHand, boundaries_of, packed, small_llama
-
     documents = [list(range(3, 12)), list(range(3, 10))]
     plain, lengths = ({**packed(documents, each)} for each in (False, True))
     for batch in (plain, lengths):
@@ -311,12 +278,7 @@ def _without_collection() -> Iterator[None]:
 
 def steps_of_capture(patched: bool) -> int:
     # The number of instructions that dynamo traces is the same on every machine.
-    import torch
     from torch._dynamo.symbolic_convert import InstructionTranslatorBase
-
-    import fa2patch
-
-    from .workloads import packed, small_llama
 
     steps, traced = 0, InstructionTranslatorBase.step
 
@@ -336,12 +298,6 @@ def steps_of_capture(patched: bool) -> int:
 
 def _of_capture() -> Rows:
     # The models are in bfloat16, and times are multiples of the unpatched model's.
-    import torch
-
-    import fa2patch
-
-    from .workloads import packed, small_llama
-
     graphs: list[Any] = []
 
     def backend(module: Any, inputs: Any) -> Any:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -182,10 +180,3 @@ def peak_of(step: Callable[[], Any]) -> int:
 def _status(name: str) -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
-
-
-def printed(module: str, *arguments: str, python: Path | str = sys.executable) -> str:
-    done = subprocess.run([str(python), "-m", module, *arguments], capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(done.stderr[-1500:])
-    return done.stdout

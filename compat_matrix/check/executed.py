@@ -48,7 +48,8 @@ def record() -> None:
 def executed() -> dict[str, Any]:
     # What ran before a fork counts, too. Functions are given by file, name and first line. Files are relative to the
     # folder that holds both packages.
-    imported = [module for module in list(sys.modules.values()) if _is_file_of_ours(module)]
+    files = ((module, getattr(module, "__file__", None) or "") for module in list(sys.modules.values()))
+    imported = [module for module, file in files if file.startswith(_ROOTS)]
     before = [getattr(value, "__code__", None) for module in imported for value in vars(module).values()]
     own = [code for code in before if isinstance(code, CodeType) and _is_ours(code)]  # loaded before `record`
     ran = [code for code in _within([*_loaded, *own]) if COUNTER is not None and _count(code) != COUNTER[1]]
@@ -95,10 +96,6 @@ def _within(codes: list[CodeType]) -> Iterator[CodeType]:
 
 def _is_ours(code: CodeType) -> bool:
     return code.co_filename.startswith(_ROOTS)
-
-
-def _is_file_of_ours(module: Any) -> bool:
-    return (getattr(module, "__file__", None) or "").startswith(_ROOTS)
 
 
 def _relative(file: str) -> str:

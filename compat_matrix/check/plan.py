@@ -34,17 +34,14 @@ def of(architecture: str, implementations: Iterable[str]) -> dict[str, Any]:
         except Exception as error:
             found[implementation] = {"error": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
             continue
-        found[implementation] = {"model": _model(architecture, model), **_planned(model)}
+        try:
+            said = told(plan_model(ModelLayers(model)))
+        except Fa2PatchError as error:
+            said = {"refused": f"{type(error).__name__}: {error.message}"}
+        except Exception as error:
+            said = {"error": f"{type(error).__name__}: {message(error)}"[:200]}
+        found[implementation] = {"model": _model(architecture, model), **said}
     return found
-
-
-def _planned(model: Any) -> dict[str, Any]:
-    try:
-        return told(plan_model(ModelLayers(model)))
-    except Fa2PatchError as error:
-        return {"refused": f"{type(error).__name__}: {error.message}"}
-    except Exception as error:
-        return {"error": f"{type(error).__name__}: {message(error)}"[:200]}
 
 
 def _model(architecture: str, model: Any) -> str:

@@ -15,7 +15,7 @@ import traceback
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from types import FunctionType, ModuleType
+from types import FunctionType
 from typing import Any, Callable
 from unittest import mock
 
@@ -117,21 +117,16 @@ def counted(packages: tuple[str, ...] = ("fa2patch", "transformers")) -> Iterato
     methods = {name: reading(name, getattr(torch.Tensor, name)) for name in CALLED}
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.multiple(torch.Tensor, **methods))
-        for module, name in _deriving():
-            stack.enter_context(mock.patch.object(module, name, _deriver(count, getattr(module, name))))
+        # they are looked up in their modules, and in those that import them
+        for module in list(sys.modules.values()):
+            for name in DERIVING.get(getattr(module, "__name__", "").partition(".")[0], ()):
+                function = vars(module).get(name)
+                if isinstance(function, FunctionType):
+                    stack.enter_context(mock.patch.object(module, name, _deriver(count, function)))
         stack.enter_context(_Reads(lambda name: count.note(name, packages)))
         _active.append(count)
         stack.callback(_active.remove, count)
         yield count
-
-
-def _deriving() -> list[tuple[ModuleType, str]]:
-    # They are looked up in their modules, and in those that import them.
-    found = []
-    for module in list(sys.modules.values()):
-        names = DERIVING.get(getattr(module, "__name__", "").partition(".")[0], ())
-        found += [(module, name) for name in names if isinstance(vars(module).get(name), FunctionType)]
-    return found
 
 
 def _deriver(count: Count, function: Any) -> Any:

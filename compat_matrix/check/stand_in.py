@@ -95,18 +95,16 @@ def install() -> None:
     package.__spec__ = importlib.machinery.ModuleSpec("flash_attn", loader=None)
     package.__version__ = "2.6.3"
     package.__path__ = []
-    padding, layers, rotary = (ModuleType(f"flash_attn.{name}") for name in ("bert_padding", "layers", "layers.rotary"))
-    rotary.apply_rotary_emb = None  # it is imported, but never called
-    here = sys.modules[__name__]
-    for name in ("flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"):
-        setattr(package, name, getattr(here, name))
-    for name in ("index_first_axis", "pad_input", "unpad_input"):
-        setattr(padding, name, getattr(here, name))
-    interface = ModuleType("flash_attn.flash_attn_interface")
+    names = ("bert_padding", "flash_attn_interface", "layers", "layers.rotary")
+    padding, interface, layers, rotary = (ModuleType(f"flash_attn.{name}") for name in names)
+    for function in (flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache):
+        setattr(package, function.__name__, function)
+    for function in (index_first_axis, pad_input, unpad_input):
+        setattr(padding, function.__name__, function)
     interface.flash_attn_func, interface.flash_attn_varlen_func = flash_attn_func, flash_attn_varlen_func
+    rotary.apply_rotary_emb = None  # it is imported, but never called
     package.bert_padding, package.flash_attn_interface = padding, interface
-    sys.modules["flash_attn"] = package
-    for module in (padding, layers, rotary, interface):
+    for module in (package, padding, interface, layers, rotary):
         sys.modules[module.__name__] = module
     for name in ("transformers.utils.import_utils", "transformers.utils"):
         utils = importlib.import_module(name)

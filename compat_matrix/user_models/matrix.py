@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Callable
@@ -67,31 +66,23 @@ def rows(
     doing: Callable[[environments.Version, str], None] = lambda version, what: None,
 ) -> list[Row]:
     found: dict[str, list[Row]] = {}
-    with environments.only_our_packages() as packages, ThreadPoolExecutor(max(1, jobs)) as pool:
-        started = {pool.submit(_of_version, models, version, folder, packages, doing): version for version in versions}
-        for future in as_completed(started):
-            version = started[future]
-            found[version.name] = future.result()
-            done(version, found[version.name])
-    return [row for version in versions for row in found[version.name]]
-
-
-def _of_version(
-    models: Sequence[Model],
-    version: environments.Version,
-    folder: Path,
-    packages: Path,
-    doing: Callable[[environments.Version, str], None],
-) -> list[Row]:
     options = "--families", *(model.architecture for model in models)
-    try:
-        evidence = run.evidence(version, folder, packages, *options, doing=lambda what: doing(version, what))
-        cells = results.read_data(evidence, evidence["name"]).cells
-    except Exception as error:
-        return [Row(model, version, Cell("error", f"{type(error).__name__}: {error}")) for model in models]
-    notes = {name: tuple(found.get("notes", ())) for name, found in evidence["architectures"].items()}
-    named = ((model, model.architecture) for model in models)
-    return [Row(model, version, cells.get(name, ABSENT), notes.get(name, ())) for model, name in named]
+    with environments.only_our_packages() as packages:
+
+        def checked(version: environments.Version) -> list[Row]:
+            evidence = run.evidence(version, folder, packages, *options, doing=lambda what: doing(version, what))
+            cells = results.read_data(evidence, evidence["name"]).cells
+            notes = {name: tuple(cell.get("notes", ())) for name, cell in evidence["architectures"].items()}
+            named = ((model, model.architecture) for model in models)
+            return [Row(model, version, cells.get(name, ABSENT), notes.get(name, ())) for model, name in named]
+
+        for version, of_version in environments.done(checked, versions, jobs):
+            if isinstance(of_version, Exception):
+                error = Cell("error", f"{type(of_version).__name__}: {of_version}")
+                of_version = [Row(model, version, error) for model in models]
+            found[version.name] = of_version
+            done(version, of_version)
+    return [row for version in versions for row in found[version.name]]
 
 
 def nowhere(rows: Iterable[Row]) -> list[str]:

@@ -134,7 +134,9 @@ def lengths(cell: Cell) -> None:
 @point
 def long_row(cell: Cell) -> None:
     """Logits of a row that is longer than any document may be equal those of documents alone."""
-    longest = max(_limits(tiny_models.config_of(cell.family)), default=LIMIT)
+    config = tiny_models.config_of(cell.family)
+    limits = [getattr(part, name, None) for part in (config, getattr(config, "text_config", None)) for name in LIMITS]
+    longest = max((limit for limit in limits if isinstance(limit, int)), default=LIMIT)
     # The first document is longer than 64 tokens, because gated delta nets compute so many at a time.
     docs = [doc.clamp(max=BELOW_MEDIA) for doc in documents(longest * 5 // 8, longest // 3, longest // 6)]
     reference, model = cell.reference(), cell.model()
@@ -142,12 +144,6 @@ def long_row(cell: Cell) -> None:
         expected = alone(reference, docs)
     with fa2patch.apply(model):
         assert_close(model(**pack(docs)).logits[0], expected, "logits of a long row")
-
-
-def _limits(config: Any) -> list[int]:
-    parts = [config, getattr(config, "text_config", None)]
-    found = [getattr(part, name, None) for part in parts for name in LIMITS]
-    return [limit for limit in found if isinstance(limit, int)]
 
 
 @point

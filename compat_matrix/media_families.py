@@ -91,11 +91,11 @@ FAMILIES = {
         towers={"vision_config": {**_PATCHES, "patch_size": 2}}, config={"scale_factor": 7},
     ),
     "pixtral:picture": Family(
-        "LlavaForConditionalGeneration", pictures.any_size(14), text="mistral", vision="pixtral",
+        "LlavaForConditionalGeneration", pictures.any_size, text="mistral", vision="pixtral",
         towers={"vision_config": {"image_size": 56, "patch_size": 14}}, config=_ANY_SIZE,
     ),
     "mistral3:picture": Family(
-        "Mistral3ForConditionalGeneration", pictures.any_size(14), text="mistral", vision="pixtral",
+        "Mistral3ForConditionalGeneration", pictures.any_size, text="mistral", vision="pixtral",
         towers={"vision_config": {"image_size": 56, "patch_size": 7}}, config={"spatial_merge_size": 2},
     ),
     "internvl:picture": Family(

@@ -10,7 +10,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Callable
 from xml.etree import ElementTree
@@ -30,20 +30,6 @@ AT_A_TIME = 2
 _PERCENT = re.compile(r"\[ *(\d+)%\]\s*$")
 
 
-@dataclass(frozen=True)
-class Result:
-    passed: int = 0
-    skipped: Counter[str] = field(default_factory=Counter)  # by reason
-    failed: tuple[str, ...] = ()  # may also say why a run broke off
-    seconds: float = 0.0
-
-    @property
-    def line(self) -> str:
-        reasons = "; ".join(f"{count} x {reason}" for reason, count in sorted(self.skipped.items()))
-        skipped = f"{sum(self.skipped.values())} skipped{f' ({reasons})' if reasons else ''}"
-        return f"{self.passed} passed, {len(self.failed)} failed, {skipped}, {self.seconds:.0f} s"
-
-
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m compat_matrix.suite", description=__doc__)
     parser.add_argument("tests", type=Path, nargs="+", help="folders or files of tests")
@@ -55,27 +41,31 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("-m", default="not slow", metavar="MARKERS", help="only tests with these, as for pytest")
     parser.add_argument("--environments", type=Path, default=environments.HERE.parent / ".compat")
     given = parser.parse_args(arguments)
-    out, results = Console(soft_wrap=True, highlight=False, markup=False), {}
+    out = Console(soft_wrap=True, highlight=False, markup=False)
+    lines: dict[str, str] = {}
+    failures: dict[str, list[str]] = {}
     with environments.only_our_packages() as packages, bars() as progress:
         tasks = {name: progress.add_task(name, total=100, start=False) for name in given.versions}
 
-        def tested(name: str) -> Result:
+        def tested(name: str) -> tuple[str, list[str]]:
             progress.start_task(tasks[name])
             return run(name, given, packages, lambda percent: progress.update(tasks[name], completed=percent))
 
         for name, found in environments.done(tested, given.versions, AT_A_TIME):
-            failed = isinstance(found, Exception)
-            results[name] = Result(failed=(f"{type(found).__name__}: {found}",)) if failed else found
+            if isinstance(found, Exception):
+                found = "0 passed, 1 failed", [f"{type(found).__name__}: {found}"]
+            lines[name], failures[name] = found
             progress.update(tasks[name], completed=100)
     for name in given.versions:
-        out.print(f"{name}: {results[name].line}")
+        out.print(f"{name}: {lines[name]}")
     for name in given.versions:
-        for failure in results[name].failed:
+        for failure in failures[name]:
             out.print(f"{name} FAILED {failure}")
-    return 1 if any(results[name].failed for name in given.versions) else 0
+    return int(any(failures.values()))
 
 
-def run(name: str, given: argparse.Namespace, packages: Path, at: Callable[[int], None]) -> Result:
+def run(name: str, given: argparse.Namespace, packages: Path, at: Callable[[int], None]) -> tuple[str, list[str]]:
+    # A line of counts, and what failed, which may also say why a run broke off.
     begun = time.perf_counter()
     arguments = ["-m", given.m, *(["-k", given.k] if given.k else []), *(str(path.resolve()) for path in given.tests)]
     report = in_environment(name, arguments, given.environments, packages, at)
@@ -85,7 +75,9 @@ def run(name: str, given: argparse.Namespace, packages: Path, at: Callable[[int]
     # A run in which no test passed has failed: a test that was not run is not ok.
     if not failed and (report.code or not passed):
         passed, failed = 0, [f"pytest ended with {report.code}, and no test passed"]
-    return Result(passed, skipped, tuple(failed), time.perf_counter() - begun)
+    reasons = "; ".join(f"{count} x {reason}" for reason, count in sorted(skipped.items()))
+    out = f"{sum(skipped.values())} skipped{f' ({reasons})' if reasons else ''}"
+    return f"{passed} passed, {len(failed)} failed, {out}, {time.perf_counter() - begun:.0f} s", failed
 
 
 @dataclass(frozen=True)

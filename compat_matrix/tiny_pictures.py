@@ -38,13 +38,10 @@ def crops(draw: Draw, which: int) -> tuple[int, Document]:
     return 4 + rows * (columns + 1), {"pixel_values": pixels, "image_sizes": torch.tensor([[height, width]])}
 
 
-def any_size(merged: int) -> Callable[[Draw, int], tuple[int, Document]]:
-    def made(draw: Draw, which: int) -> tuple[int, Document]:
-        height, width = SIZES[which % 3]
-        sizes = torch.tensor([[height, width]])
-        return (height // merged) * (width // merged), {"pixel_values": draw(1, 3, height, width), "image_sizes": sizes}
-
-    return made
+def any_size(draw: Draw, which: int) -> tuple[int, Document]:
+    height, width = SIZES[which % 3]
+    sizes = torch.tensor([[height, width]])
+    return (height // 14) * (width // 14), {"pixel_values": draw(1, 3, height, width), "image_sizes": sizes}
 
 
 def masked(draw: Draw, which: int) -> tuple[int, Document]:

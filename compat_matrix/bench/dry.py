@@ -19,7 +19,6 @@ import importlib.util
 import json
 import logging
 import warnings
-from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Callable, NamedTuple
@@ -273,13 +272,13 @@ def in_words(some: list[str], every: list[str]) -> str:
 # --- in other versions ----------------------------------------------------------------------------------------
 
 
-def measure(folder: Path, versions: Iterable[str] = TORCH) -> list[dict[str, Any]]:
+def measure(folder: Path) -> list[dict[str, Any]]:
     # folder: of the versions' environments
     from ..screen import Console, track  # not above: the environments have no rich
 
     runs = []
     with environments.only_our_packages() as packages:
-        for version in track(list(versions), "dry", console=Console(stderr=True)):
+        for version in track(TORCH, "dry", console=Console(stderr=True)):
             wanted = environments.Version(f"torch-{version}", TRANSFORMERS, "3.11", version, pins=())
             python = environments.make(wanted, folder.resolve())
             said = environments.printed("compat_matrix.bench.dry", python=python, packages=packages)

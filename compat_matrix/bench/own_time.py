@@ -217,9 +217,9 @@ def _calls_of_seam(dtype: Any) -> Iterator[tuple[Callable[[], Any], Callable[[],
         yield ours, shapes
 
 
-def _repeated(run: Callable[[], Any], times: int = 2000) -> float:
+def _repeated(run: Callable[[], Any]) -> float:
     # It is the least of seven means, in µs of processor time.
-    taken = []
+    taken, times = [], 2000
     with _without_collection():
         for _ in range(7):
             started = time.process_time()
@@ -287,13 +287,18 @@ def steps_of_capture(patched: bool) -> int:
         steps += 1
         return traced(self)
 
+    run = _compiled(patched, CAPTURED, "eager")
+    with mock.patch.object(InstructionTranslatorBase, "step", step):
+        run(**packed([list(range(3, 3 + length)) for length in (9, 7, 4)]))
+    return steps
+
+
+def _compiled(patched: bool, layers: int, backend: Any) -> Any:
     torch._dynamo.reset()
-    model = small_llama(CAPTURED, 64).bfloat16()
+    model = small_llama(layers, 64).bfloat16()
     if patched:
         fa2patch.apply(model)
-    with mock.patch.object(InstructionTranslatorBase, "step", step):
-        torch.compile(model, backend="eager")(**packed([list(range(3, 3 + length)) for length in (9, 7, 4)]))
-    return steps
+    return torch.compile(model, backend=backend)
 
 
 def _of_capture() -> Rows:
@@ -305,12 +310,8 @@ def _of_capture() -> Rows:
         return module.forward
 
     def captured(patched: bool, layers: int = CAPTURED) -> tuple[float, int]:
-        torch._dynamo.reset()
         graphs.clear()
-        model = small_llama(layers, 64).bfloat16()
-        if patched:
-            fa2patch.apply(model)
-        run, taken = torch.compile(model, backend=backend), []
+        run, taken = _compiled(patched, layers, backend), []
         for lengths in ((9, 7, 4), (8, 6, 5), (5, 5, 5, 5), (21,)) if layers == CAPTURED else ((9, 7, 4),):
             batch = packed([list(range(3, 3 + length)) for length in lengths])
             started = time.process_time()
@@ -326,10 +327,8 @@ def _of_capture() -> Rows:
     return {
         "first capture, traced instructions": steps_of_capture(True),
         "first capture, traced instructions, upstream": steps_of_capture(False),
-        "first capture, to upstream's": statistics.median(ours[0] / theirs[0] for ours, theirs in pairs),
-        f"first capture, {CAPTURED_TOO} layers, to upstream's": statistics.median(
-            ours[0] / theirs[0] for ours, theirs in larger
-        ),
+        "first capture, to upstream's": statistics.median(a[0] / b[0] for a, b in pairs),
+        f"first capture, {CAPTURED_TOO} layers, to upstream's": statistics.median(a[0] / b[0] for a, b in larger),
         "graphs of four batches": pairs[0][0][1],
         "graphs of four batches, upstream": pairs[0][1][1],
     }

@@ -55,9 +55,9 @@ def cut(lengths: Sequence[int], tokens: int) -> list[int]:
     return [int(length) for length in np.diff(ends, prepend=0) if length]
 
 
-def mini_batches(distribution: Distribution, steps: int, batch: int = 4, seed: int = 0) -> list[list[int]]:
+def mini_batches(distribution: Distribution, steps: int, batch: int = 4) -> list[list[int]]:
     # Each document has at least two tokens, so that it has a target.
-    drawn = [max(2, length) for length in distribution.draw(steps * batch, seed)]
+    drawn = [max(2, length) for length in distribution.draw(steps * batch)]
     return [drawn[start : start + batch] for start in range(0, len(drawn), batch)]
 
 

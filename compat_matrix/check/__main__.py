@@ -19,6 +19,7 @@ import contextlib  # noqa: E402
 import functools  # noqa: E402
 import gc  # noqa: E402
 import json  # noqa: E402
+import multiprocessing  # noqa: E402
 import os  # noqa: E402
 import sys  # noqa: E402
 import warnings  # noqa: E402
@@ -106,28 +107,25 @@ def _cell(architecture: str, implementations: tuple[str, ...], points: list[str]
 def in_child(check: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     # An error of the process itself, such as a crash, is the cell's error. Where the system cannot fork, check runs in
     # this process.
-    if not hasattr(os, "fork"):
+    if "fork" not in multiprocessing.get_all_start_methods():
         return check()
     gc.collect()
     gc.freeze()
-    reading, writing = os.pipe()
-    child = os.fork()
-    if not child:
-        try:
-            os.close(reading)
-            with os.fdopen(writing, "w") as pipe:
-                json.dump(check(), pipe)
-        finally:
-            os._exit(0)
-    os.close(writing)
-    with os.fdopen(reading) as pipe:
-        said = pipe.read()
-    _, status = os.waitpid(child, 0)
+    fork = multiprocessing.get_context("fork")
+    reading, writing = fork.Pipe(duplex=False)
+    child = fork.Process(target=lambda: writing.send(check()))
+    child.start()
+    writing.close()
     try:
-        return dict(json.loads(said))
-    except ValueError:
-        made = found.timed(lambda: {"error": f"the process of this cell ended with status {status} and no findings"})
-        return {**made, "made": {**made["made"], "executed": executed.executed()}}
+        said = reading.recv()
+    except (EOFError, OSError):
+        said = None
+    child.join()
+    if said is None:
+        why = f"the process of this cell ended with status {child.exitcode} and no findings"
+        said = found.timed(lambda: {"error": why})
+        said["made"]["executed"] = executed.executed()
+    return dict(said)
 
 
 if __name__ == "__main__":

@@ -20,10 +20,11 @@ from fa2patch import kernels
 
 from .. import commits, tiny_models
 from ..results import FORMAT
-from .cell import Cell, assert_unmoved
+from .cell import AloneFails, Cell, assert_unmoved
 from .compare import assert_as_near
 from .found import header, timed
 from .rows import alone, documents, pack
+from .upstream import alone_computes
 
 LENGTHS = (50, 130, 1, 77)
 # flash-attn is built for heads of 64 dimensions.
@@ -46,8 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
     os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error")
     warnings.simplefilter("ignore")
     if given.device == "cuda" and not torch.cuda.is_available():
-        print("looked for a CUDA device, found none: run this where torch.cuda.is_available()", file=sys.stderr)
-        return 2
+        parser.error("looked for a CUDA device, found none: run this where torch.cuda.is_available()")
     given.evidence.mkdir(parents=True, exist_ok=True)
     bad = {}
     for kernel in given.kernels or present_kernels(given.device):
@@ -106,7 +106,7 @@ def _cell(architecture: str, implementations: tuple[str, ...], device: str, kern
             try:
                 point(architecture, model, kernel)
                 counts["ok"] += 1
-            except UnpatchedFails as error:
+            except AloneFails as error:
                 counts["n/a"][name] = str(error)[:400]
             except fa2patch.errors.KernelUnavailable as error:
                 wrong = isinstance(error, fa2patch.errors.KernelWrong)
@@ -130,18 +130,12 @@ def _on(model: Any, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: tensor.to(model.device) for name, tensor in batch.items()}
 
 
-class UnpatchedFails(Exception):
-    """The model fails without fa2patch, so there is nothing to compare with."""
-
-
 @torch.no_grad()
 def near_float32(architecture: str, model: Any, kernel: str) -> None:
     docs = [doc.to(model.device) for doc in documents(*LENGTHS)]
     exact = alone(Cell(architecture, "eager").reference(**big(architecture)).to(model.device), docs)
-    try:
+    with alone_computes():
         single = alone(model, docs)
-    except Exception as error:  # any error of Transformers
-        raise UnpatchedFails(f"unpatched: {type(error).__name__}: {error}") from error
     with fa2patch.apply(model, kernel=kernel):
         found = model(**_on(model, pack(docs))).logits[0]
     assert_as_near(found, exact, single)

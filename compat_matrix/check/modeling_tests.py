@@ -48,12 +48,6 @@ class Tester:
         return self.get_config(), {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
-def classes_of(config: Any) -> tuple[type, ...]:
-    tables = (getattr(modeling_auto, f"MODEL_{head}MAPPING") for head in _HEADS)
-    found = (table.get(type(config), None) for table in tables)
-    return tuple(dict.fromkeys(cls for cls in found if isinstance(cls, type)))
-
-
 def patched_first(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
     # Only an outermost model is patched, at its first call.
     if "_tried" not in vars(model) and not _inside:
@@ -81,7 +75,9 @@ def _tests_of(family: str) -> type:
         torch.manual_seed(0)
         self.model_tester = Tester(family)
 
-    classes = classes_of(tiny_models.config_of(family))
+    config = tiny_models.config_class(family)
+    found = (getattr(modeling_auto, f"MODEL_{head}MAPPING").get(config, None) for head in _HEADS)
+    classes = tuple(dict.fromkeys(cls for cls in found if isinstance(cls, type)))
     return type(f"Test_{family.replace(':', '_')}", (common.ModelTesterMixin, unittest.TestCase), {
         "all_model_classes": classes, "setUp": set_up, "pipeline_model_mapping": {},
     })  # fmt: skip

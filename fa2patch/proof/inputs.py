@@ -1,10 +1,9 @@
-"""The batch that is proven: the user's or an example, its documents, and one document of it alone."""
+"""The batch that is proven, the user's or an example, its documents, and which of them are exchanged at once."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,11 +13,10 @@ from .._types import Call, Model
 from ..documents.boundaries import Boundaries
 from ..documents.find import find_boundaries
 from ..documents.given_boundaries import from_cu_seqlens
-from ..documents.names import LABELS, LENGTHS, LOSS_LABELS, LOSS_WEIGHTS, MEDIA, PARENTS, REAL, TOKENS, MediaRow
+from ..documents.names import LABELS, LENGTHS, LOSS_LABELS, LOSS_WEIGHTS, MEDIA, PARENTS, REAL, MediaRow
 from ..documents.tensors import described, is_integers
 from ..documents.trees import Tree
 from ..errors import BadBatch
-from ..upstream.calls import passed
 from ..upstream.find_models import is_sharded, models
 
 EXAMPLE = (7, 12, 1, 5)  # lengths of the documents in the example batch, in tokens
@@ -145,11 +143,6 @@ def slices_of(batch: Call) -> list[RowSlice]:
     return slices_between(found, shape[1], mask)
 
 
-def tree_of(slices: Sequence[RowSlice]) -> Tree:
-    # A document is a root without children.
-    return Tree([place.length for place in slices], [place.parent for place in slices], torch.device("cpu"))
-
-
 def slices_between(boundaries: Boundaries, length: int, mask: torch.Tensor | None) -> list[RowSlice]:
     # ``mask`` is 0 for padding, ``[batch, length]``.
     slices: list[RowSlice] = []
@@ -165,28 +158,6 @@ def slices_between(boundaries: Boundaries, length: int, mask: torch.Tensor | Non
             continued = numbers[parent] if parent >= 0 else -1
             slices.append(RowSlice(row, start, start + (tokens or size), tokens > 0, continued))
     return slices
-
-
-def on_its_own(call: Call, path: Sequence[RowSlice], shape: torch.Size | tuple[int, int]) -> Call:
-    # Without a mask and with lengths, a kernel computes it. As a dense batch it would run upstream's code, where Gemma
-    # 2's sdpa has no softcap and GPT-2's flash attention no float32. ``shape`` is ``(batch, length)`` of the batch.
-    rows, length = shape
-
-    def of(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        value = value[None] if value.shape == (length,) else value
-        for dim in (1, value.dim() - 1):  # the latter: position ids on several axes, [axes, batch, length]
-            if value.dim() > 1 and value.shape[dim] == length and value.shape[dim - 1] in (1, rows):
-                row = value.narrow(dim - 1, path[0].row if value.shape[dim - 1] == rows else 0, 1)
-                return torch.cat([row.narrow(dim, place.start, place.length) for place in path], dim)
-        return value
-
-    (tokens, *_) = passed(call, TOKENS).values()
-    size = sum(place.length for place in path)
-    ends = torch.tensor([0, size], dtype=torch.int32, device=tokens.device)
-    stated = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": size, "max_length_k": size}
-    return {**{name: of(value) for name, value in call.items() if name not in (*LENGTHS, "attention_mask")}, **stated}
 
 
 def exchanges(tree: Tree) -> list[list[bool]]:

@@ -18,9 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .._torch import autocast_uncached, computed_in, outside_the_forward, without_gradients
 from .._types import Call, Model
-from ..comparison import distance, projected, random_sum, tensors
+from ..comparison import distance, projected, tensors
 from ..documents.names import MEDIA
-from ..documents.trees import Tree
 from ..errors import PackingNotIsolated
 from ..upstream.calls import passed
 from ..upstream.find_documents import packed_mask_of
@@ -28,10 +27,10 @@ from ..upstream.find_layers import ModelLayers
 from ..upstream.find_models import is_sharded, models
 from ..upstream.packed_mask import PackedMask
 from ..upstream.step import MARK, ROLE, Patched
-from . import locate, looking
-from .inputs import RowSlice, example, exchanges, on_its_own, slices_between, tree_of
+from . import looking
+from .inputs import example, exchanges, slices_between
 from .replica import open_gates, replica
-from .runs import Embeddings, Rounded, left_as_it_was, picks, rounding, roundings
+from .runs import Rounded, Runs, left_as_it_was, picks, rounding, roundings, with_leaf
 from .state import State
 from .unknown import unknown, unknown_modules
 
@@ -61,10 +60,10 @@ def prove(model: Model, call: Call, mask: PackedMask, itself: bool = False, hook
             run = replica(model, unknown_modules(model))
         state = State(run.modules(), of_hooks=hooks)
         stack.callback(state.put_back)
-        runs = _Runs(run, model, call, mask, state)
+        proof = _Proof(run, model, call, mask, state)
         stack.enter_context(without_gradients() if not gradients else autocast_uncached())
-        runs.require_apart(gradients)
-        runs.require_as_alone()
+        proof.require_apart(gradients)
+        proof.require_as_alone()
 
 
 def call_hooks(model: Model, call: Call, mask: PackedMask) -> None:
@@ -74,8 +73,8 @@ def call_hooks(model: Model, call: Call, mask: PackedMask) -> None:
         run = replica(model)
         state = State(run.modules(), of_hooks=True)
         try:
-            runs = _Runs(run, model, call, mask, state)
-            runs.gradient(runs.outputs(None), torch.zeros(mask.shape, dtype=torch.bool, device=mask.device))
+            proof = _Proof(run, model, call, mask, state)
+            proof.crossing(proof.outputs(None), torch.zeros(mask.shape, dtype=torch.bool, device=mask.device))
         finally:
             state.put_back()
 
@@ -88,24 +87,19 @@ def example_of(model: Model, patch: Patched, tree: bool) -> tuple[Call, PackedMa
     return call, mask
 
 
-class _Runs:
+class _Proof(Runs):
     """Runs of one packed batch in which the input embeddings of some tokens are exchanged."""
 
     def __init__(self, model: Model, original: Model, call: Call, mask: PackedMask, state: State) -> None:
         # ``model`` is the one that is run: a replica, or ``original`` itself. Each run begins with ``state``.
-        self.model, self.original, self.call, self.mask, self.state = model, original, call, mask, state
-        self.shape, self.device = mask.shape, mask.device
-        self.decoder = models(model)[-1]
-        self.leaf: torch.Tensor | None = None  # what the model was given as embeddings in the last run
-        self.is_tree = mask.boundaries.tree is not None
-        self.tree = mask.boundaries.tree or Tree(mask.boundaries.lengths, [-1] * len(mask.boundaries), mask.device)
+        slices = slices_between(mask.boundaries, mask.shape[1], None)
+        super().__init__(model, models(model)[-1], call, slices, mask.shape)
+        self.original, self.state, self.device = original, state, mask.device
+        self.leaf: torch.Tensor | None = None  # the embeddings of the last run, as the model was given them
         self.real = torch.tensor(True) if mask.real is None else mask.real.to(self.device) != 0
         # The numbers of the segments in which the documents end that a head pools: those with real tokens.
-        self.pooled = torch.tensor(self.tree.leaves, dtype=torch.int64)
-        if mask.real is not None:
-            lengths = torch.tensor(self.tree.lengths)
-            starts = (lengths.cumsum(0) - lengths)[self.pooled]
-            self.pooled = self.pooled[mask.real.flatten().cpu()[starts] != 0]
+        real = self.real.cpu().expand(self.shape)
+        self.pooled = torch.tensor([leaf for leaf in self.tree.leaves if slices[leaf].of(real)[0]], dtype=torch.int64)
         self.pools = vars(original)[ROLE].pools
         self.dtype = computed_in(next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0)))
 
@@ -113,7 +107,8 @@ class _Runs:
     def bound(self) -> float:
         # It is 0, or rounding in what is quantized and where tokens pick experts. It takes two runs to know, so it is
         # asked for only where something changed.
-        runs = (functools.partial(self._run, tokens) for tokens in (None, torch.ones(self.shape, dtype=torch.bool)))
+        sets = None, torch.ones(self.shape, dtype=torch.bool)
+        runs = (functools.partial(self.run, self.call, exchanged) for exchanged in sets)
         rounds = hasattr(self.model, "hf_quantizer") or picks(runs, math.prod(self.shape))
         return rounding(self.dtype) if rounds else 0.0
 
@@ -123,7 +118,7 @@ class _Runs:
             exchanged = torch.tensor(chosen).repeat_interleave(lengths).view(self.shape).to(self.device)
             after = self.outputs(exchanged)
             moved = distance(after, before, ~exchanged)
-            crossing = self.gradient(after, exchanged) if gradients else 0.0
+            crossing = self.crossing(after, exchanged) if gradients else 0.0
             if moved > 0:
                 noise = 2 * distance(self.outputs(None), before)  # of a nondeterministic kernel
                 if moved > noise and moved > noise + self.bound:
@@ -142,14 +137,14 @@ class _Runs:
         # Other documents' tokens show nothing of code that reads the length of the row: a mean, or noise that is scaled
         # by it (NEFTune). Nothing is known of pictures, whose parts are not known, and if something draws random
         # numbers that cannot be made constant, as a kernel with dropout does.
-        paths = [] if passed(self.call, MEDIA) else self._telling_paths()
-        if not paths:
+        leaves = [] if passed(self.call, MEDIA) else self._telling_leaves()
+        if not leaves:
             return
         here, again = (self.outputs(None, seed, constant_draws=True) for seed in (0, 1))
         if distance(again, here) > 0:
             return
         rows = here, self.outputs(None, constant_draws=True, rounded=True)
-        far = max(self._from_alone(path, rows) for path in paths)
+        far = max(self._from_alone(leaf, rows) for leaf in leaves)
         if far > 0:
             raise PackingNotIsolated(
                 f"{self.suspect()}, and a document of this packed batch has other outputs than in a row of its own, by "
@@ -157,36 +152,35 @@ class _Runs:
                 "as noise does that is scaled by it. Nothing was computed. Take it out, or train this model padded."
             )
 
-    def _from_alone(self, path: list[RowSlice], rows: tuple[list[torch.Tensor], list[torch.Tensor]]) -> float:
+    def _from_alone(self, leaf: int, rows: tuple[list[torch.Tensor], list[torch.Tensor]]) -> float:
         # Relative to the largest output. It is 0 if unknown, or if rounding moves the row as far, because kernels round
         # by the length of a row. ``rows`` are the outputs of the batch, and those with other rounding.
         call, labels = dict(self.call), self.call.get("labels")
         if labels is not None and tuple(labels.shape[:2]) != self.shape:  # one for each document
             del call["labels"]
         try:
-            own = on_its_own(call, path, self.shape)
+            own = self.alone(leaf, call)
             mask = packed_mask_of(own, vars(self.original)[MARK])
             assert mask is not None, "its length was stated"
-            alone = _Runs(self.model, self.original, own, mask, self.state)
+            alone = _Proof(self.model, self.original, own, mask, self.state)
             expected = alone.outputs(None, constant_draws=True)
         except Exception:  # code that cannot compute this document, or not without its labels
             return 0.0
+        path = self.path(leaf)
         inside, off = ([torch.cat([place.of(values) for place in path])[None] for values in each] for each in rows)
         far, rounding = _apart(expected, inside), roundings(self.dtype) * _apart(off, inside)
         # the mean, because a token that gets another expert by rounding is as far as can be, and few do
         return float(far.max()) if far.mean() > rounding.mean() or far.max() > 2 * rounding.max() else 0.0
 
-    def _telling_paths(self) -> list[list[RowSlice]]:
-        slices, real = self._slices(), self.real.cpu().expand(self.shape)
-        tree = tree_of(slices)
-        paths = [[slices[each] for each in tree.path(leaf)] for leaf in tree.leaves]
-        whole = [path for path in paths if all(place.of(real).all() for place in path)]
+    def _telling_leaves(self) -> list[int]:
+        real = self.real.cpu().expand(self.shape)
+        whole = [leaf for leaf in self.tree.leaves if all(place.of(real).all() for place in self.path(leaf))]
         if len(whole) <= SHORT:
             return whole
-        by_length = sorted(whole, key=lambda path: sum(place.length for place in path))
-        shortest = next((path for path in by_length if sum(place.length for place in path) > 1), by_length[0])
-        telling = (whole[0], whole[-1], shortest, by_length[-1])
-        return [path for at, path in enumerate(telling) if path not in telling[:at]]
+        lengths = {leaf: sum(place.length for place in self.path(leaf)) for leaf in whole}
+        by_length = sorted(whole, key=lambda leaf: lengths[leaf])
+        shortest = next((leaf for leaf in by_length if lengths[leaf] > 1), by_length[0])
+        return list(dict.fromkeys((whole[0], whole[-1], shortest, by_length[-1])))
 
     def outputs(
         self, exchanged: torch.Tensor | None, seed: int = 0, constant_draws: bool = False, rounded: bool = False
@@ -197,27 +191,22 @@ class _Runs:
         torch.manual_seed(seed)
         random.seed(seed)
         numpy.random.seed(seed)
-        handle = self.decoder.register_forward_hook(lambda *given: found.extend(self._of_tokens(given[-1])))
+        handle = self.inner.register_forward_hook(lambda *given: found.extend(self._of_tokens(given[-1])))
         try:
             with contextlib.ExitStack() as modes:
                 for mode in [_ConstantDraws] * constant_draws + [Rounded] * rounded:
                     modes.enter_context(mode())
-                output = self._run(exchanged)
+                output = self.run(self.call, exchanged)
         finally:
             handle.remove()
-        return found if self.model is self.decoder else [*found, *map(projected, self._of_tokens(output))]
+        return found if self.model is self.inner else [*found, *map(projected, self._of_tokens(output))]
 
-    def _run(self, exchanged: torch.Tensor | None) -> Any:
+    def run(self, call: Call, exchanged: torch.Tensor | None = None) -> Any:
         self.state.put_back()
-        embeddings = Embeddings(exchanged, self.shape)
-        call = dict(self.call)
         if isinstance(call.get("position_ids"), torch.Tensor):
-            call["position_ids"] = call["position_ids"].clone()  # ERNIE-M adds to them in place
-        if call.get("inputs_embeds") is not None:
-            call["inputs_embeds"] = embeddings.given(call["inputs_embeds"])
-        with embeddings.of(self.decoder, before_hooks=True):
-            output = self.model(**call)
-        self.leaf = embeddings.leaf
+            call = {**call, "position_ids": call["position_ids"].clone()}  # ERNIE-M adds to them in place
+        # before hooks, which may mix tokens
+        output, self.leaf = with_leaf(self.model, self.inner, call, exchanged, self.shape, before_hooks=True)
         return output
 
     def _of_tokens(self, output: Any) -> list[torch.Tensor]:
@@ -233,20 +222,12 @@ class _Runs:
                 found.append(each.repeat_interleave(lengths, 0).reshape(*self.shape, -1))
         return found
 
-    def gradient(self, outputs: list[torch.Tensor], exchanged: torch.Tensor) -> float:
+    def crossing(self, outputs: list[torch.Tensor], exchanged: torch.Tensor) -> float:
         # The largest gradient from the outputs of other tokens to exchanged embeddings, relative to the largest of all.
-        total = random_sum(outputs, ~exchanged)
-        if self.leaf is None or total is None:
-            return 0.0  # without a leaf, the caller finds that nothing was exchanged either
-        if not any(parameter.requires_grad for parameter in self.model.parameters()):
-            torch.autograd.backward([total])  # reentrant checkpoints refuse autograd.grad
-            found = self.leaf.grad
-        else:
-            (found,) = torch.autograd.grad(total, self.leaf, allow_unused=True)
-        if found is None:
-            return 0.0
-        crossing = found.float().abs() * exchanged[..., None].to(found.device)
-        return float(crossing.max() / found.float().abs().max().clamp(min=1e-30))
+        if self.leaf is None:
+            return 0.0  # the caller finds that nothing was exchanged either
+        found = self.gradient(outputs, self.leaf, ~exchanged).float().abs()
+        return float((found * exchanged[..., None].to(found.device)).max() / found.max().clamp(min=1e-30))
 
     def suspect(self) -> str:
         known = unknown(ModelLayers(self.original)) or "nothing by its class"
@@ -254,25 +235,21 @@ class _Runs:
 
     def leak(self, exchanged: torch.Tensor, how: str) -> str:
         where = "in which module could not be seen"
-        for place in [place for place in self._slices() if not exchanged[place.row, place.start]][:9]:
-            one = locate.Watched(functools.partial(self._run, None), self.shape, place)
-            other = locate.Watched(functools.partial(self._run, exchanged), self.shape, place)
-            found = locate.first_difference(self.decoder, one, other, self.bound, patched=True, tree=self.is_tree)
+        unchanged = [at for at, place in enumerate(self.slices) if not exchanged[place.row, place.start]]
+        for at in unchanged[:9]:
+            found = self.first_leak(at, self.call, exchanged, self.bound, patched=True)
             if found is not None:
                 name, cls, meaning = found
                 where = f"first in {name or 'the base model itself'} ({cls}): {meaning}"
                 break
         batch, some, others = "batch", "documents", "other documents"
-        if self.is_tree:
+        if self.word == "segment":
             batch, some, others = "batch of such segments", "segments and what continues them", "other segments"
         return (
             f"{self.suspect()}, so this packed {batch} was run with other tokens in some {some}, and {others} {how}; "
             f"{where}. Nothing was computed. Take that module out, let it look at one token at a time, or train this "
             "model padded."
         )
-
-    def _slices(self) -> list[RowSlice]:
-        return slices_between(self.mask.boundaries, self.shape[1], None)
 
 
 class _ConstantDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]

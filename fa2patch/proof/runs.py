@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,8 +12,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .._torch import eagerly, is_no_verdict
 from .._types import Args, Call, Model
-from ..comparison import tensors
+from ..comparison import random_sum, tensors
+from ..documents.names import LENGTHS, TOKENS
+from ..documents.trees import Tree
 from ..errors import PackingNotIsolated
+from ..upstream.calls import passed
+from . import locate
+from .inputs import RowSlice
 from .split_rows import WholeRows
 from .state import State
 
@@ -130,50 +135,50 @@ def left_as_it_was(model: Model, evaluates: bool = True) -> Iterator[None]:
                 parameter.grad = gradient
 
 
-class Embeddings:
-    """Hands a model other input embeddings for some tokens, as a leaf that gradients reach if they are enabled."""
+def with_leaf(
+    model: Model,
+    inner: Model,
+    call: Call,
+    exchanged: torch.Tensor | None = None,  # bool [batch, length]: tokens that get other embeddings
+    shape: tuple[int, ...] | None = None,  # of the embeddings that are meant; None for any
+    before_hooks: bool = False,  # which may mix tokens; those of tensor parallelism make a plain tensor of a part
+) -> tuple[Any, torch.Tensor | None]:
+    # The output of ``model``, and what ``inner`` was given as embeddings first: a leaf, if gradients are enabled and
+    # the embeddings were seen. If an engine splits the rows, the leaf is of whole rows.
+    split = model if isinstance(model, WholeRows) else None
+    embedding = inner.get_input_embeddings()
+    leaf: torch.Tensor | None = None
 
-    def __init__(
-        self,
-        exchanged: torch.Tensor | None = None,
-        shape: tuple[int, int] | None = None,
-        split: WholeRows | None = None,
-    ) -> None:
-        # ``exchanged`` is bool ``[batch, length]``, and ``shape`` is that of the embeddings that are meant; None for
-        # any. If a model splits the rows, the leaf is of whole rows.
-        self.exchanged, self.shape, self.split = exchanged, shape, split
-        self.leaf: torch.Tensor | None = None  # what the model was given first
-
-    def given(self, embedded: torch.Tensor) -> torch.Tensor:
-        if self.shape is not None and embedded.shape[:2] != self.shape:
+    def given(embedded: torch.Tensor) -> torch.Tensor:
+        nonlocal leaf
+        if shape is not None and embedded.shape[:2] != shape:
             return embedded
-        if self.exchanged is not None:
-            tokens = self.exchanged[..., None].to(embedded.device)
-            embedded = torch.where(tokens, embedded.roll(1, -1) * 1.25, embedded)
-        if not torch.is_grad_enabled() or self.leaf is not None:
+        if exchanged is not None:
+            embedded = torch.where(exchanged[..., None].to(embedded.device), embedded.roll(1, -1) * 1.25, embedded)
+        if not torch.is_grad_enabled() or leaf is not None:
             return embedded
         embedded = embedded.detach()
-        self.leaf = (embedded if self.split is None else self.split.gathered(embedded)).requires_grad_()
-        own = self.leaf if self.split is None else self.split.part.own(self.leaf, 1)
+        leaf = (embedded if split is None else split.gathered(embedded)).requires_grad_()
+        own = leaf if split is None else split.part.own(leaf, 1)
         return own * 1  # some models change embeddings in place
 
-    @contextlib.contextmanager
-    def of(self, model: Model, before_hooks: bool) -> Iterator[None]:
-        # Hooks may mix tokens. Those of tensor parallelism make a plain tensor of a part of one.
-        embedding = model.get_input_embeddings()
+    def hook(module: torch.nn.Module, args: Args, output: torch.Tensor) -> torch.Tensor:
+        return given(output) if module is embedding else output  # a replica has a copy of this hook
 
-        def hook(module: torch.nn.Module, args: Args, output: torch.Tensor) -> torch.Tensor:
-            return self.given(output) if module is embedding else output  # a replica has a copy of this hook
-
-        handle = embedding.register_forward_hook(hook, prepend=before_hooks)
-        try:
-            yield
-        finally:
-            handle.remove()
+    if call.get("inputs_embeds") is not None:
+        call = {**call, "inputs_embeds": given(call["inputs_embeds"])}
+    handle = embedding.register_forward_hook(hook, prepend=before_hooks)
+    try:
+        return model(**call), leaf
+    finally:
+        handle.remove()
 
 
 def outputs(model: Model, call: Call) -> torch.Tensor:
-    given = model(**call)
+    return _per_token(model(**call), call)
+
+
+def _per_token(given: Any, call: Call) -> torch.Tensor:
     found = getattr(given, "logits", None)
     if found is None:
         found = getattr(given, "last_hidden_state", None)
@@ -190,13 +195,11 @@ def outputs(model: Model, call: Call) -> torch.Tensor:
 
 
 def outputs_and_embeddings(model: Model, inner: Model, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
-    split = model if isinstance(model, WholeRows) else None
-    embeddings = Embeddings(split=split)
-    with embeddings.of(inner, before_hooks=False):
-        found = outputs(model, call)
-    if embeddings.leaf is not None:
-        return found, embeddings.leaf
-    if split is not None:
+    given, seen = with_leaf(model, inner, call)
+    found = _per_token(given, call)
+    if seen is not None:
+        return found, seen
+    if isinstance(model, WholeRows):
         raise PackingNotIsolated(
             f"{type(inner).__name__} takes its input embeddings from nowhere that can be seen, and its rows are split "
             "over processes. Verify the model before torch.compile."
@@ -213,6 +216,75 @@ def outputs_and_embeddings(model: Model, inner: Model, call: Call) -> tuple[torc
             "model?). Verify the model before torch.compile."
         )
     return output, leaf
+
+
+class Runs:
+    """What is run and compared of one batch: documents whose tokens are exchanged, and documents alone.
+
+    A document stands for a segment, too, and is named by its index in ``slices``. The caller says which model is run
+    (a replica, the user's, or whole rows of a model that splits them) and in which mode, and which outputs count.
+    """
+
+    def __init__(self, model: Model, inner: Any, call: Call, slices: list[RowSlice], shape: tuple[int, ...]) -> None:
+        # ``inner`` is in ``model``. It embeds the tokens, and the module that leaks is looked for in it.
+        self.model, self.inner, self.call, self.slices, self.shape = model, inner, call, slices, shape
+        lengths, parents = [place.length for place in slices], [place.parent for place in slices]
+        self.tree = Tree(lengths, parents, torch.device("cpu"))  # a document is a root without children
+        self.word = "segment" if any(place.parent >= 0 for place in slices) else "document"
+
+    def path(self, at: int) -> list[RowSlice]:
+        return [self.slices[one] for one in self.tree.path(at)]
+
+    def alone(self, at: int, call: Call) -> Call:
+        # The document in a row of its own; a segment is at the end of its path. Without a mask and with lengths, a
+        # kernel computes it. As a dense batch it would run upstream's code, where Gemma 2's sdpa has no softcap and
+        # GPT-2's flash attention no float32.
+        path, (rows, length) = self.path(at), self.shape
+
+        def of(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return value
+            value = value[None] if value.shape == (length,) else value
+            for dim in (1, value.dim() - 1):  # the latter: position ids on several axes, [axes, batch, length]
+                if value.dim() > 1 and value.shape[dim] == length and value.shape[dim - 1] in (1, rows):
+                    row = value.narrow(dim - 1, path[0].row if value.shape[dim - 1] == rows else 0, 1)
+                    return torch.cat([row.narrow(dim, place.start, place.length) for place in path], dim)
+            return value
+
+        size, (tokens, *_) = sum(place.length for place in path), passed(call, TOKENS).values()
+        ends = torch.tensor([0, size], dtype=torch.int32, device=tokens.device)
+        stated = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": size, "max_length_k": size}
+        own = {name: of(value) for name, value in call.items() if name not in (*LENGTHS, "attention_mask")}
+        return {**own, **stated}
+
+    def gradient(
+        self, outputs: Sequence[torch.Tensor], leaf: torch.Tensor, tokens: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        # From the outputs of a run, of all tokens or of some, to its embeddings.
+        total, found = random_sum(outputs, tokens), None
+        if total is not None and any(parameter.requires_grad for parameter in self.model.parameters()):
+            (found,) = torch.autograd.grad(total, leaf, allow_unused=True)
+        elif total is not None:
+            torch.autograd.backward([total])  # reentrant checkpoints refuse autograd.grad
+            found = leaf.grad
+        if found is None:
+            found = torch.zeros_like(leaf)
+        return self.model.summed(found) if isinstance(self.model, WholeRows) else found
+
+    def run(self, call: Call, exchanged: torch.Tensor | None = None) -> Any:
+        # ``exchanged``: tokens that get other embeddings, bool ``[batch, length]``.
+        return with_leaf(self.model, self.inner, call, exchanged)[0]
+
+    def first_leak(
+        self, at: int, call: Call, exchanged: torch.Tensor | None, bound: float, patched: bool
+    ) -> tuple[str, str, str] | None:
+        # Where the document differs in the batch and in another run: of the batch, or of the document alone.
+        place, shape = self.slices[at], next(iter(passed(call, TOKENS).values())).shape[:2]
+        there = place if shape == self.shape else RowSlice(0, shape[1] - place.length, shape[1], True)
+        split = self.model if isinstance(self.model, WholeRows) else None
+        here = locate.Watched(functools.partial(self.run, self.call), tuple(self.shape), place, split)
+        other = locate.Watched(functools.partial(self.run, call, exchanged), tuple(shape), there, split)
+        return locate.first_difference(self.inner, here, other, bound, patched, self.word == "segment")
 
 
 @contextlib.contextmanager

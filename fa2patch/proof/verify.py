@@ -7,6 +7,7 @@ segments take the place of documents. Alone, a segment is run at the end of its 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,18 +17,16 @@ import torch
 from .._torch import is_no_verdict
 from .._types import Call, Model
 from ..binding import used_by
-from ..comparison import gradients
 from ..documents.names import IGNORED_LABEL, LABELS, LENGTHS, PARENTS, MediaRow
 from ..errors import BadBatch, Fa2PatchError, PackingNotIsolated
 from ..upstream import inspecting
 from ..upstream.find_models import is_sharded, makes_its_batches, models, token_embeddings, transformers_model
 from ..upstream.forward import proof
 from ..upstream.step import MARK
-from . import locate
-from .inputs import RowSlice, checked, example, on_its_own, require_same_on_every_rank, slices_of, text_tokens, tree_of
+from .inputs import RowSlice, checked, example, require_same_on_every_rank, slices_of, text_tokens
 from .result import Document, Verification
-from .runs import dtypes_saved, left_as_it_was, near, outputs, outputs_and_embeddings, picks, rounding
-from .split_rows import WholeRows, whole
+from .runs import Runs, dtypes_saved, left_as_it_was, near, outputs, outputs_and_embeddings, picks, rounding
+from .split_rows import whole
 
 _OTHER = {"document": "", "segment": ", which it does not continue"}
 _ALONE = {"document": "it is", "segment": "its path is"}
@@ -113,21 +112,17 @@ def verify(
     return found
 
 
-class Measurements:
+class Measurements(Runs):
     """How much the documents of one batch depend on each other, and how far they are from what they are alone."""
 
     def __init__(self, model: Model, inner: Model, patched: bool, batch: Call, slices: list[RowSlice]) -> None:
-        # A document, segment or run of padding is named by its index in ``slices``. Changes and distances are relative
-        # to the largest output of the batch.
-        self.model, self.inner, self.patched = model, inner, patched
-        self.labels = batch.get("labels")
-        self.batch = {name: value for name, value in batch.items() if name not in LABELS}
-        asks = bool(self.batch.get("use_cache")) and patched  # a patched model refuses to make one
+        # Runs of padding are documents, too. Changes and distances are relative to the largest output of the batch.
+        call = {name: value for name, value in batch.items() if name not in LABELS}
+        asks = bool(call.get("use_cache")) and patched  # a patched model refuses to make one
         if asks or inspecting.takes(type(inner).forward, "state"):
-            self.batch["use_cache"] = False  # as in training: RWKV's cache overwrites what its backward needs
-        self.slices, self.shape = slices, batch["input_ids"].shape
-        self.tree = tree_of(slices)
-        self.word = "segment" if any(place.parent >= 0 for place in slices) else "document"
+            call["use_cache"] = False  # as in training: RWKV's cache overwrites what its backward needs
+        super().__init__(model, inner, call, slices, batch["input_ids"].shape)
+        self.patched, self.labels = patched, batch.get("labels")
         self.generator = torch.Generator().manual_seed(0)
         self.vocabulary = text_tokens(inner)
         self.media = batch if isinstance(batch, MediaRow) else MediaRow({})
@@ -150,25 +145,50 @@ class Measurements:
         if most is not None and len(real) > most:
             real = [real[round(i * (len(real) - 1) / max(most - 1, 1))] for i in range(most)]
         for at in real + [at for at, place in enumerate(self.slices) if not place.real]:
-            after, gradient = self._exchanged(at)
-            for other, place in enumerate(self.slices):
-                if not place.real or other == at:
+            place = self.slices[at]
+            output, leaf = outputs_and_embeddings(self.model, self.inner, self.with_other_tokens(at))
+            gradient, after = self.gradient([place.of(output)], leaf), output.detach()
+            del output  # and its graph
+            if place.real:
+                self._require_seen(at, after, gradient)
+            for other, theirs in enumerate(self.slices):
+                if not theirs.real or other == at:
                     continue
-                change = _largest(place.of(after) - place.of(self.before)) / self.scale
+                change = _largest(theirs.of(after) - theirs.of(self.before)) / self.scale
                 if at in self.tree.path(other):
                     self.followed[other, at] = change
                 else:
                     self.moved[other] = max(self.moved[other], (change, at), key=lambda found: found[0])
-            if self.slices[at].real:
-                self.gradients[at] = gradient
+            for one in self.tree.path(at):
+                if one != at:
+                    self.reached[at, one] = _largest(self.slices[one].of(gradient))
+                self.slices[one].of(gradient).zero_()
+            if place.real:
+                self.gradients[at] = _largest(gradient)
                 self.distances[at] = self._distance(at)
-            del after
+
+    def _require_seen(self, at: int, after: torch.Tensor, gradient: torch.Tensor) -> None:
+        place, where = self.slices[at], f"the {self.word} at row {self.slices[at].row}, token {self.slices[at].start}"
+        if not _largest(place.of(gradient)) > 0:
+            raise PackingNotIsolated(
+                f"the outputs of {where} send no gradient to its own embeddings, so nothing can be said about others'. "
+                "Is some part of the model detached?"
+            )
+        if torch.equal(place.of(after), place.of(self.before)):
+            raise PackingNotIsolated(
+                f"other tokens in {where} do not even change its own outputs, so nothing can be said about others'. "
+                "Are the model's weights loaded?"
+            )
 
     def number(self, at: int) -> int:
         return sum(place.real for place in self.slices[: at + 1]) if self.slices[at].real else 0  # 0 is padding
 
     def named(self, at: int) -> str:
         return f"{self.word} {self.number(at)}" if self.slices[at].real else "padding"
+
+    def continued(self, at: int, ancestor: int) -> str:
+        found = self.named(ancestor)
+        return f"its parent, {found}" if self.slices[at].parent == ancestor else f"{found}, which it continues"
 
     def document(self, at: int) -> Document:
         place, (change, by) = self.slices[at], self.moved[at]
@@ -181,11 +201,11 @@ class Measurements:
         try:
             # with gradients, as when tokens are exchanged, because a call without them may get another kernel
             with dtypes_saved() as dtypes:
-                found = outputs_and_embeddings(self.model, self.inner, self.batch)[0].detach()
+                found = outputs_and_embeddings(self.model, self.inner, self.call)[0].detach()
             # Labels are tried, too, because their loss is compared later.
             if self.labels is not None:
                 with torch.no_grad():
-                    self.model(**self.batch, labels=self.labels)
+                    self.model(**self.call, labels=self.labels)
         except Exception as error:
             if is_no_verdict(error) or isinstance(error, Fa2PatchError):
                 raise
@@ -197,7 +217,7 @@ class Measurements:
         return found, max((one for one in dtypes if one.is_floating_point), key=lambda one: torch.finfo(one).eps)
 
     def with_other_tokens(self, at: int) -> Call:
-        ids: torch.Tensor = self.batch["input_ids"].clone()
+        ids: torch.Tensor = self.call["input_ids"].clone()
         old = self.slices[at].of(ids)
         drawn = torch.randint(len(self.vocabulary) - 1, old.shape, generator=self.generator)
         new = self.vocabulary[drawn].to(old)
@@ -205,48 +225,21 @@ class Measurements:
         if self.media.parts:  # placeholders must stay as many as there are pictures
             new = torch.where(torch.isin(old, self.vocabulary.to(old)), new, old)
         old.copy_(new)
-        return {**self.batch, "input_ids": ids}
+        return {**self.call, "input_ids": ids}
 
-    def _exchanged(self, at: int) -> tuple[torch.Tensor, float]:
-        # The outputs with other tokens in one document, and the largest gradient to what is not on its path.
-        place = self.slices[at]
-        output, leaf = outputs_and_embeddings(self.model, self.inner, self.with_other_tokens(at))
-        found = self._gradient(place.of(output), leaf)
-        if place.real and not _largest(place.of(found)) > 0:
-            raise PackingNotIsolated(
-                f"the outputs of the {self.word} at row {place.row}, token {place.start} send no gradient to its own "
-                "embeddings, so nothing can be said about others'. Is some part of the model detached?"
-            )
-        if place.real and torch.equal(place.of(output), place.of(self.before)):
-            raise PackingNotIsolated(
-                f"other tokens in the {self.word} at row {place.row}, token {place.start} do not even change its own "
-                "outputs, so nothing can be said about others'. Are the model's weights loaded?"
-            )
-        rest = found.clone()
-        for one in self.tree.path(at):
-            if one != at:
-                self.reached[at, one] = _largest(self.slices[one].of(found))
-            self.slices[one].of(rest).zero_()
-        return output.detach(), _largest(rest)
-
-    def _gradient(self, own: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
-        (found,) = gradients([own], [leaf])
-        return self.model.summed(found) if isinstance(self.model, WholeRows) else found
-
-    def alone(self, at: int, batch: Call | None = None) -> Call:
-        path = [self.slices[one] for one in self.tree.path(at)]
-        given = {name: value for name, value in (batch or self.batch).items() if name not in self.media.parts}
-        call = {**on_its_own(given, path, self.shape), **self.media.of(at)}
+    def alone(self, at: int, call: Call) -> Call:
+        given = {name: value for name, value in call.items() if name not in self.media.parts}
+        own = {**super().alone(at, given), **self.media.of(at)}
         if self.patched:
-            return call
+            return own
         # An unpatched model gets a mask of ones in the place of lengths.
-        call = {name: value for name, value in call.items() if name not in LENGTHS}
-        return {**call, "attention_mask": torch.ones_like(call["input_ids"])}
+        own = {name: value for name, value in own.items() if name not in LENGTHS}
+        return {**own, "attention_mask": torch.ones_like(own["input_ids"])}
 
     def _distance(self, at: int) -> float | None:
         try:
             with torch.no_grad():
-                alone = outputs(self.model, self.alone(at))
+                alone = outputs(self.model, self.alone(at, self.call))
         except Exception as error:
             if is_no_verdict(error) or isinstance(error, Fa2PatchError):
                 raise
@@ -266,8 +259,8 @@ class Measurements:
         if not any(0 < change <= rounding(self.dtype) for change in changes) and not is_sharded(self.inner):
             return 0.0
         longest = max(range(len(self.slices)), key=lambda at: self.slices[at].length)
-        runs = (partial(outputs, self.model, call) for call in (self.batch, self.with_other_tokens(longest)))
-        return rounding(self.dtype) if picks(runs, self.shape.numel()) else 0.0
+        runs = (partial(outputs, self.model, call) for call in (self.call, self.with_other_tokens(longest)))
+        return rounding(self.dtype) if picks(runs, math.prod(self.shape)) else 0.0
 
     def distance_bound(self) -> float:
         # A layer may compute in float32 inside of float64 and save nothing of it for a backward. Then a document is as
@@ -281,8 +274,8 @@ class Measurements:
 
     def _rounding(self, at: int) -> float:
         # How far a document alone is from itself in a batch of about as many tokens that repeats it.
-        call, size = self.alone(at), self.tree.offsets[at] + self.slices[at].length
-        rows = max(2, self.shape.numel() // size)
+        call, size = self.alone(at, self.call), self.tree.offsets[at] + self.slices[at].length
+        rows = max(2, math.prod(self.shape) // size)
         repeated = {
             name: torch.cat([value] * rows, -2) if isinstance(value, torch.Tensor) and value.dim() > 1 else value
             for name, value in call.items()
@@ -296,9 +289,9 @@ class Measurements:
     def dependence_alone(self, at: int, ancestor: int) -> tuple[float, float]:
         # How the outputs of a segment at the end of its path alone change with an ancestor, and the gradient to it.
         length, start = self.slices[at].length, self.tree.offsets[ancestor]
-        output, leaf = outputs_and_embeddings(self.model, self.inner, self.alone(at))
+        output, leaf = outputs_and_embeddings(self.model, self.inner, self.alone(at, self.call))
         own = output[0, -length:]
-        found = self._gradient(own, leaf)
+        found = self.gradient([own], leaf)
         with torch.no_grad():
             after = outputs(self.model, self.alone(at, self.with_other_tokens(ancestor)))
         change = _largest(after[0, -length:] - own) / self.scale
@@ -329,41 +322,28 @@ def _findings(measured: Measurements, bound: float, allowed: float) -> Iterator[
             others = (one for one, place in enumerate(measured.slices) if place.real and one not in path)
             what = f"the outputs of {named(at)} send gradients into another {word}{_OTHER[word]}"
             yield _located(measured, at, measured.with_other_tokens(next(others, at)), 0.0, what)
-    for at, what in _without_ancestor(measured, bound):
-        yield _located(measured, at, measured.alone(at), allowed, what)
+    # A window, or a state that forgets, may rightly keep a segment from an ancestor. So the path alone decides: nothing
+    # is said of a segment that does not depend on the ancestor there either.
+    for (at, ancestor), change in measured.followed.items():
+        if change <= bound and measured.dependence_alone(at, ancestor)[0] - change > bound:
+            what = f"{named(at)} does not depend on {measured.continued(at, ancestor)}"
+            yield _located(measured, at, measured.alone(at, measured.call), allowed, what)
+    for (at, ancestor), gradient in measured.reached.items():
+        if gradient == 0 and measured.dependence_alone(at, ancestor)[1] > 0:
+            what = f"{named(at)} sends no gradient to {measured.continued(at, ancestor)}"
+            yield _located(measured, at, measured.alone(at, measured.call), allowed, what)
     far = {at: each for at, each in measured.distances.items() if each is not None and each > allowed}
     if far:
         at = max(far, key=lambda one: far[one])
         what = f"{named(at)} is not computed as when {_ALONE[word]} alone (off by {far[at]:.1e})"
-        yield _located(measured, at, measured.alone(at), allowed, what)
+        yield _located(measured, at, measured.alone(at, measured.call), allowed, what)
     yield _Finding(_crossing_labels(measured))
-
-
-def _without_ancestor(measured: Measurements, bound: float) -> Iterator[tuple[int, str]]:
-    # A window, or a state that forgets, may rightly keep a segment from an ancestor. So the path alone decides: nothing
-    # is said of a segment that does not depend on the ancestor there either.
-    def its(at: int, ancestor: int) -> str:
-        parent, found = measured.slices[at].parent == ancestor, measured.named(ancestor)
-        return f"its parent, {found}" if parent else f"{found}, which it continues"
-
-    for (at, ancestor), change in measured.followed.items():
-        if change <= bound and measured.dependence_alone(at, ancestor)[0] - change > bound:
-            yield at, f"{measured.named(at)} does not depend on {its(at, ancestor)}"
-    for (at, ancestor), gradient in measured.reached.items():
-        if gradient == 0 and measured.dependence_alone(at, ancestor)[1] > 0:
-            yield at, f"{measured.named(at)} sends no gradient to {its(at, ancestor)}"
 
 
 def _located(measured: Measurements, at: int, call: Call, bound: float, what: str) -> _Finding:
     # ``call`` is the batch with other tokens, or the document alone: a segment at the end of its path.
-    model, place, shape = measured.model, measured.slices[at], call["input_ids"].shape
-    there = place if shape == measured.shape else RowSlice(0, shape[1] - place.length, shape[1], True)
-    split = model if isinstance(model, WholeRows) else None
-    here = locate.Watched(lambda: outputs(model, measured.batch), tuple(measured.shape), place, split)
-    other = locate.Watched(lambda: outputs(model, call), tuple(shape), there, split)
     with torch.no_grad():
-        tree = measured.word == "segment"
-        found = locate.first_difference(measured.inner, here, other, bound, measured.patched, tree)
+        found = measured.first_leak(at, call, None, bound, measured.patched)
     if found is None:
         hidden = "torch.compile hides them, and values do not show what hands on gradients alone"
         return _Finding(f"{what}; in which module could not be seen ({hidden})")
@@ -382,7 +362,7 @@ def _crossing_labels(measured: Measurements) -> str:
     if not crossing:
         return ""
     with torch.no_grad():
-        given = [measured.model(**measured.batch, labels=labels) for labels in (measured.labels, masked)]
+        given = [measured.model(**measured.call, labels=labels) for labels in (measured.labels, masked)]
     losses = {float(output.loss) for output in given if getattr(output, "loss", None) is not None}
     if len(losses) < 2:
         return ""

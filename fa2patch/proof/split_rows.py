@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 from .._types import Call, Model
-from ..documents.names import IGNORED_LABEL, LABELS
+from ..documents.names import IGNORED_LABEL
+from ..documents.row_shape import RowShape
 from ..upstream import ulysses
 from ..upstream.ulysses import RowPart
 from .inputs import PER_TOKEN
@@ -32,7 +33,7 @@ class WholeRows(torch.nn.Module):
         if batch.get("position_ids") is None and batch.get("cu_seq_lens_q") is None:
             batch["position_ids"] = torch.arange(length, device=ids.device).expand(ids.shape)
         if more:
-            batch = _padded(batch, more)
+            batch = _padded(batch, more, RowShape(pad_to_multiple_of=self.part.of))
         # Labels are shifted before rows are split, as by DeepSpeed's loader.
         if batch.get("labels") is not None:
             shifted = torch.nn.functional.pad(batch["labels"], (0, 1), value=IGNORED_LABEL)[:, 1:]
@@ -77,10 +78,12 @@ def _of_tokens(batch: Call) -> Call:
     return {name: value for name, value in tensors.items() if value.shape[-1] == batch["input_ids"].shape[1]}
 
 
-def _padded(batch: Call, more: int) -> Call:
+def _padded(batch: Call, more: int, shape: RowShape) -> Call:
     # A document of ``more`` tokens is added to every row.
     rows, length = batch["input_ids"].shape
-    longer = {name: torch.cat([value, _added(name, value, more)], dim=-1) for name, value in _of_tokens(batch).items()}
+    longer = {name: shape.padded(name, value, value.dim() - 1) for name, value in _of_tokens(batch).items()}
+    if "seq_idx" in longer:
+        longer["seq_idx"][..., length:] = longer["seq_idx"][..., length - 1 : length] + 1
     if batch.get("cu_seq_lens_q") is None:
         return {**batch, **longer}
     cu = batch["cu_seq_lens_q"].flatten()
@@ -89,18 +92,6 @@ def _padded(batch: Call, more: int) -> Call:
     longest = max(more, int(batch.get("max_length_q") or ends.diff().max()))
     lengths = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
     return {**batch, **longer, **lengths}
-
-
-def _added(name: str, value: torch.Tensor, more: int) -> torch.Tensor:
-    # ``[..., more]``, for a value ``[..., length]``
-    last = value[..., -1:].expand(*value.shape[:-1], more)
-    if name == "position_ids":
-        return torch.arange(more, device=value.device).to(value.dtype).expand_as(last)
-    if name == "seq_idx":
-        return last + 1
-    if name == "attention_mask":
-        return torch.zeros_like(last)
-    return torch.full_like(last, IGNORED_LABEL) if name in LABELS else last
 
 
 @contextlib.contextmanager

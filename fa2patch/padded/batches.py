@@ -52,7 +52,7 @@ class PaddedBatches:
         self.base, self.share_prompts = base, share_prompts
         self._pools = False
         self._warned: set[str] = set()
-        self._tried: dict[Any, int] = {}
+        self._batches: dict[Any, int] = {}
         self._reads: set[Any] = set()
         base.__dict__[PADDING] = self
         outermost = base.__dict__[MARK].model
@@ -83,7 +83,7 @@ class PaddedBatches:
             tally.why = tally.why or row
             self._warn(row)
             return forward(module, args, kwargs)
-        if head is None or not head.tried:
+        if head is None or not head.in_trial:
             tally.batches += 1
             tally.cells += row.real.numel()
             tally.tokens += len(row.layout.at)
@@ -110,21 +110,17 @@ class PaddedBatches:
 
     def _require_unread(self, row: _OneRow, head: head_calls.HeadCall) -> None:
         # Whether the head reads hidden states of padding is tried with the first batch of a kind, and with batches 2,
-        # 4, 8, ... of it. With start_positions, for example, a head computes a loss over the row. Where no trial is
-        # possible, labels that padding predicts decide.
-        if head.tried:
+        # 4, 8, ... of it. With start_positions, for example, a head computes a loss over the row.
+        if head.in_trial:
             head.real = row.real
             return
         given = frozenset(passed(head.call, head.call))
         kind = (row.padding, given, head.module.training, torch.is_grad_enabled())
         with _lock:
             if kind not in self._reads:
-                self._tried[kind] = times = self._tried.get(kind, 0) + 1
-                if times & (times - 1) == 0 and (
-                    head_calls.reads_padding(head, row.layout.cells.device)
-                    if head_calls.can_be_tried(head)
-                    else row.padding.predicts
-                ):
+                self._batches[kind] = times = self._batches.get(kind, 0) + 1
+                due, device = times & (times - 1) == 0, row.layout.cells.device
+                if due and head_calls.reads_padding(head, device, row.padding.predicts):
                     self._reads.add(kind)
             if kind not in self._reads:
                 return

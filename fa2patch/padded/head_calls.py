@@ -35,7 +35,7 @@ class HeadCall:
     args: Args
     kwargs: Call
     names: list[str]  # of positional arguments
-    tried: bool = False  # whether this is one of the runs that find out what the head reads
+    in_trial: bool = False  # whether this is one of the runs that find out what the head reads
     noise: bool = False  # whether hidden states of padding are random numbers in this run
     real: torch.Tensor | None = None  # bool [batch, length], once the base model has computed them packed
 
@@ -59,7 +59,7 @@ class Around:
         self, forward: Callable[[Any, Args, Call], Any], module: Any, args: Args, kwargs: Call, names: list[str]
     ) -> Any:
         within = None if compiling() else _running.calls
-        if within is None or (within and within[-1].module is module):  # super().forward, or a run that is tried
+        if within is None or (within and within[-1].module is module):  # super().forward, or a run of a trial
             return forward(module, args, kwargs)
         with _computing(HeadCall(module, args, kwargs, names)):
             return forward(module, args, kwargs)
@@ -94,12 +94,11 @@ def padding_predicts(head: HeadCall, real: torch.Tensor) -> torch.Tensor:
     return found
 
 
-def can_be_tried(head: HeadCall) -> bool:
-    # Ranks of a sharded model would have to run it again together.
-    return vars(head.module)[MARK].examination.prove is not False and not is_sharded(head.module)
-
-
-def reads_padding(head: HeadCall, device: torch.device) -> bool:
+def reads_padding(head: HeadCall, device: torch.device, predicts: bool) -> bool:
+    # Where no trial is possible, labels that padding predicts decide: ranks of a sharded model would have to run it
+    # again together.
+    if vars(head.module)[MARK].examination.prove is False or is_sharded(head.module):
+        return predicts
     # A copy of the modules runs without gradients, so the call that is under way is left as it is. The model itself
     # runs if a forward of other code calls that, and not the copy.
     with outside_the_forward(device), without_gradients():
@@ -129,18 +128,15 @@ def _run(model: Model, head: HeadCall, noise: bool) -> list[torch.Tensor] | None
     kwargs = dict(head.kwargs)
     if isinstance(kwargs.get("position_ids"), torch.Tensor):
         kwargs["position_ids"] = kwargs["position_ids"].clone()  # ERNIE-M adds to them in place
-    run = HeadCall(model, head.args, kwargs, head.names, tried=True, noise=noise)
+    run = HeadCall(model, head.args, kwargs, head.names, in_trial=True, noise=noise)
     with _computing(run):
         output = model.forward(*head.args, **kwargs)
     if run.real is None:
         return None
     kept = kept_logits(head.call)
     masks = [run.real, run.real if kept is None else run.real[:, kept], run.real.flatten()]
-    return [_of_real_tokens(value, masks) for value in tensors(output)]
-
-
-def _of_real_tokens(value: torch.Tensor, masks: list[torch.Tensor]) -> torch.Tensor:
-    for mask in masks:
-        if value.shape[: mask.dim()] == mask.shape:
-            return value[mask.to(value.device)]
-    return value  # no entry for each token
+    found = []
+    for value in tensors(output):
+        mask = next((mask for mask in masks if value.shape[: mask.dim()] == mask.shape), None)
+        found.append(value if mask is None else value[mask.to(value.device)])  # None: it has no entry for each token
+    return found

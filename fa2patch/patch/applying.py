@@ -95,10 +95,30 @@ def apply(
     _check_transformers()
     _check_numpy()
     entry_points.load()
-    _check_options(kernel, prove, padded_batches)
+    if kernel is not None:
+        kernels.check_name(kernel)
+    if not (prove is None or isinstance(prove, bool) or prove == "unknown"):
+        raise BadArgument(f"prove={prove!r}: expected True, False or 'unknown'.")
+    if not (padded_batches is None or isinstance(padded_batches, bool)):
+        raise BadArgument(f"padded_batches={padded_batches!r}: expected True or False.")
     budget = None if max_tokens is None else budget_of(max_tokens, too_long)
     with changing(waits=True), walked_once():
-        patch = _applied(model, kernel, architecture, prove, padded_batches)
+        inner = transformers_model(model)
+        patch = status(inner)
+        if padded_batches is None and patch is not None:
+            padded_batches = patch.padded_batches
+        padded = padding.wanted(model, inner, padded_batches)
+        if patch is not None:
+            patch.renew(kernel, architecture, prove, padded)
+        else:
+            layers = ModelLayers(inner, architecture)
+            planned = plan_model(layers, padded)
+            patch = Patch(layers, planned, kernel or "auto", architecture, "unknown" if prove is None else prove)
+            _install(patch, layers)
+        padding.switch(inner, padded)
+        patch.padded_batches = padded_batches
+        if padded:
+            patch.unpacked = None  # batches without padding say nothing of documents, and need not
     if budget is not None:
         patch.budget = budget
     return patch
@@ -110,45 +130,10 @@ def budget_of(max_tokens: int, too_long: str, shapes: Any = None) -> Budgeted:  
     return passes.Budget(max_tokens, too_long, *([] if shapes is None else [shapes]))
 
 
-def _applied(
-    model: object,
-    kernel: str | kernels.Kernel | None,
-    architecture: str | None,
-    prove: bool | str | None,
-    padded_batches: bool | None,
-) -> Patch:
-    inner = transformers_model(model)
-    patch = status(inner)
-    if padded_batches is None and patch is not None:
-        padded_batches = patch.padded_batches
-    padded = padding.wanted(model, inner, padded_batches)
-    if patch is not None:
-        patch.renew(kernel, architecture, prove, padded)
-    else:
-        layers = ModelLayers(inner, architecture)
-        planned = plan_model(layers, padded)
-        patch = Patch(layers, planned, kernel or "auto", architecture, "unknown" if prove is None else prove)
-        _install(patch, _with_replaced_forward(layers))
-    padding.switch(inner, padded)
-    patch.padded_batches = padded_batches
-    if padded:
-        patch.unpacked = None  # batches without padding say nothing of documents, and need not
-    return patch
-
-
-def _check_options(kernel: str | kernels.Kernel | None, prove: bool | str | None, padded_batches: bool | None) -> None:
-    if kernel is not None:
-        kernels.check_name(kernel)
-    if not (prove is None or isinstance(prove, bool) or prove == "unknown"):
-        raise BadArgument(f"prove={prove!r}: expected True, False or 'unknown'.")
-    if not (padded_batches is None or isinstance(padded_batches, bool)):
-        raise BadArgument(f"padded_batches={padded_batches!r}: expected True or False.")
-
-
-def _install(patch: Patch, modules: list[Any]) -> None:
-    # Either every site of the patch is bound and its models are marked, or everything stays as it was. `modules` are
-    # those whose class's `forward` is replaced.
-    for module in modules:
+def _install(patch: Patch, layers: ModelLayers) -> None:
+    # Either every site of the patch is bound and its models are marked, or everything stays as it was.
+    replaced = [*layers.entered, *(layer.module for layer in layers.layers if layer.site.attribute == "forward")]
+    for module in replaced:
         own = "forward" in module.__dict__ and module is not patch.model
         if own and not _held_under(module, type(module).forward):
             raise LayerNotPatchable(
@@ -156,7 +141,7 @@ def _install(patch: Patch, modules: list[Any]) -> None:
                 f"{getattr(module.__dict__['forward'], '__module__', 'something')}, which has caught the unpatched "
                 "one. Nothing was patched. Call fa2patch.apply(model) before whatever replaces it."
             )
-    originals = {module: type(module).forward for module in modules}
+    originals = {module: type(module).forward for module in replaced}
     try:
         patch.bind()
         patch.mark()
@@ -192,10 +177,6 @@ def status(model: object) -> Patch | None:
     """
     patch: Patch | None = transformers_model(model).__dict__.get(MARK)
     return patch if patch is not None and used_by(patch) else None  # copy.copy(model) keeps the mark of a reverted one
-
-
-def _with_replaced_forward(layers: ModelLayers) -> list[Any]:
-    return [*layers.entered, *(layer.module for layer in layers.layers if layer.site.attribute == "forward")]
 
 
 def _held_under(module: torch.nn.Module, original: Function) -> list[str]:

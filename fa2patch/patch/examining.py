@@ -8,6 +8,7 @@ import threading
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -57,14 +58,22 @@ class Examination:
             self.under_way = before
 
 
-def begun(patch: Patched, prove: bool | str, layers: ModelLayers | None = None, must: bool = False) -> Examination:
+if TYPE_CHECKING:
+
+    class Examined(Patched, Protocol):
+        """A patch, as the examination sees it."""
+
+        examination: Examination
+
+
+def begun(patch: Examined, prove: bool | str, layers: ModelLayers | None = None, must: bool = False) -> Examination:
     # `layers` is None for a copy of a model, which is looked at on its first batch.
     if layers is not None:
         must = prove is True or (prove == "unknown" and bool(unknown(layers)))
     return Examination(prove, must, number=number(patch))
 
 
-def keep_structure(patch: Patched) -> None:
+def keep_structure(patch: Examined) -> None:
     # fa2patch itself has changed the model, so the structure that it has now counts as the planned one.
     if patch.examination.prove is False:
         looking.release(patch.model, everywhere=False)
@@ -73,7 +82,7 @@ def keep_structure(patch: Patched) -> None:
     patch.examination.structure = Structure(patch.model)
 
 
-def _has_changed(patch: Patched) -> bool:
+def _has_changed(patch: Examined) -> bool:
     # A change by fa2patch itself counts as none, and the structure after it is kept.
     kept = patch.examination.structure
     if kept is None or kept.is_as_kept():
@@ -87,42 +96,39 @@ def _has_changed(patch: Patched) -> bool:
     return False
 
 
-def examine(patch: Patched, module: Model, call: Call, mask: PackedMask) -> None:
+def examine(patch: Examined, module: Model, call: Call, mask: PackedMask) -> None:
     # This runs before a model computes a packed batch. It renews the patch of a model whose modules have changed, and
     # proves the batch if a proof is due.
-    examination = patch.examination
     if compiling():
-        found = _examined(examination.number, mask.boundaries.parents is not None)
+        found = _examined(patch.examination.number, mask.boundaries.parents is not None)
         if found:
             raise PackingNotIsolated(found)
-    elif not (examination.under_way or thread.proves or looking.thread.calls is not None):
-        looking.thread.read = None
-        for name in () if patch.stated else LENGTHS:
-            patch.stated = patch.stated or call.get(name) is not None
-        if getattr(call.get("position_ids"), attached.PADDING, None) is None:
-            heads.require_patched(patch)
-            patch.tally.rows = True
-        reverted = patch.model.__dict__.get(MARK) is not patch
-        if not (reverted or vars(module).get("_is_replica")):
-            _renew_and_examine(patch, module, call, mask)
-
-
-def _renew_and_examine(patch: Patched, module: Model, call: Call, mask: PackedMask) -> None:
+        return
+    if patch.examination.under_way or thread.proves or looking.thread.calls is not None:
+        return
+    looking.thread.read = None
+    for name in () if patch.stated else LENGTHS:
+        patch.stated = patch.stated or call.get(name) is not None
+    if getattr(call.get("position_ids"), attached.PADDING, None) is None:
+        heads.require_patched(patch)
+        patch.tally.rows = True
+    if patch.model.__dict__.get(MARK) is not patch or vars(module).get("_is_replica"):
+        return  # the patch is reverted, or a replica computes
     kept = patch.examination.structure  # asked here, so that a batch of a model as it was needs no other call
     if (kept is None or not kept.is_as_kept()) and _has_changed(patch):
         with _lock:
             if _has_changed(patch):
                 patch.renew()
-    examination = patch.examination
+    examination = patch.examination  # a renewed patch has a new one
     patch.computes_packed = True
     if examination.structure is not None and examination.structure.watches:
         examination.batch = module, call, mask, torch.is_grad_enabled()
     if examination.must:
         with _lock:  # another thread's batch may be what is being proven
-            _examine(patch, module, call, mask)
+            _prove_if_due(patch, module, call, mask)
 
 
-def _examine(patch: Patched, module: Model, call: Call, mask: PackedMask) -> None:
+def _prove_if_due(patch: Examined, module: Model, call: Call, mask: PackedMask) -> None:
     examination, name = patch.examination, type(patch.model).__name__
     due = _due(examination, module, mask.boundaries, mask.shape)
     if not due:
@@ -170,7 +176,7 @@ def _due(
     return {(what, mode) for what in held if again or (what, mode) not in examination.proven}
 
 
-def _prove(patch: Patched, due: set[tuple[str, int]], module: Model, call: Call, mask: PackedMask) -> None:
+def _prove(patch: Examined, due: set[tuple[str, int]], module: Model, call: Call, mask: PackedMask) -> None:
     # A replica of the model is proven, or the model itself if a replica does not see the whole forward.
     from ..proof import proving  # with five more modules, which only a model with unknown modules needs
 
@@ -196,7 +202,7 @@ def _prove(patch: Patched, due: set[tuple[str, int]], module: Model, call: Call,
     patch.examination.proven |= due
 
 
-def hook_changes(patch: Patched) -> None:
+def hook_changes(patch: Examined) -> None:
     # A hook that was watched has changed something, so the packed batch that is being computed is proven. A dense batch
     # proves nothing before the next packed one. In a backward, the batch it belongs to cannot be seen, so the last
     # packed one is proven.
@@ -209,14 +215,14 @@ def hook_changes(patch: Patched) -> None:
         return
     module, call, mask, gradients = examination.batch
     with _lock, torch.set_grad_enabled(gradients):
-        _examine(patch, module, call, mask)
+        _prove_if_due(patch, module, call, mask)
 
 
 @constant
 def _examined(given: str, tree: bool) -> str:
     # The result is the message of the error that `examine` would raise. A batch has no values during a capture, so an
     # example batch is proven instead.
-    patch: Patched = numbered(given)
+    patch: Examined = numbered(given)
     if patch.examination.under_way:
         return ""
     with paused():

@@ -88,13 +88,21 @@ def of_model(base: torch.nn.Module) -> PaddedBatches | None:
 def wanted(model: object, inner: Model, asked: bool | None) -> bool:  # model: what apply was called with
     if asked is None:
         asked = of_model(models(inner)[-1]) is not None or makes_its_batches(model)
-    reads = _reads_padding(model, inner) if asked else ""
-    if reads:
-        raise UnsupportedModel(
-            f"{type(model).__name__} holds {reads}. With padded batches computed packed, the hidden states of padding "
-            "are zeros. Nothing was patched. Use the model unpatched."
-        )
-    return asked
+    if not (asked and isinstance(model, torch.nn.Module)):
+        return asked
+    within = set(inner.modules())
+    for name, module in model.named_modules():  # also those around the Transformers model
+        reads, expansion = "", getattr(module, "query_expansion", None)  # of sentence-transformers' late interaction
+        if expansion and not expansion.get("attend"):
+            reads = f"a query_expansion without 'attend' in {name} ({type(module).__name__}), which scores padding"
+        elif isinstance(module, torch.nn.modules.conv._ConvNd) and module not in within:
+            reads = f"{name} ({type(module).__name__}), which mixes each token with its neighbours"
+        if reads:
+            raise UnsupportedModel(
+                f"{type(model).__name__} holds {reads}. With padded batches computed packed, the hidden states of "
+                "padding are zeros. Nothing was patched. Use the model unpatched."
+            )
+    return True
 
 
 def switch(inner: Model, on: bool) -> None:
@@ -104,15 +112,3 @@ def switch(inner: Model, on: bool) -> None:
         _packing(base)
     elif not on and padding is not None:
         padding.remove()
-
-
-def _reads_padding(model: object, inner: Model) -> str:
-    # This looks at the modules around the Transformers model. What it finds is a text for an error.
-    within = set(inner.modules())
-    for name, module in model.named_modules() if isinstance(model, torch.nn.Module) else ():
-        expansion = getattr(module, "query_expansion", None)  # of sentence-transformers' late interaction models
-        if expansion and not expansion.get("attend"):
-            return f"a query_expansion without 'attend' in {name} ({type(module).__name__}), which scores padding"
-        if isinstance(module, torch.nn.modules.conv._ConvNd) and module not in within:
-            return f"{name} ({type(module).__name__}), which mixes each token with its neighbours"
-    return ""

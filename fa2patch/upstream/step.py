@@ -104,8 +104,6 @@ class Patched(Protocol):
     skips: bool
     tally: Tally
 
-    examination: Any  # an Examination (patch/examining.py)
-
     # A graph that is captured looks the patch up by it.
     @property
     def number(self) -> str: ...

@@ -112,6 +112,12 @@ def picks(runs: Iterable[Callable[[], object]], tokens: int) -> bool:
 def left_as_it_was(model: Model, evaluates: bool = True) -> Iterator[None]:
     # Hooks, gradients, the random state and what modules keep are restored, and the values of parameters are not saved.
     modules = [module for module in model.modules() if isinstance(module, torch.nn.Module)]
+    # FSDP2 knows which modules it has unsharded, so their parameters are put back as sharded ones only.
+    sharding: list[Any] = [
+        module for module in modules if hasattr(type(module), "unshard") and hasattr(type(module), "reshard")
+    ]
+    for module in sharding:
+        module.reshard()
     hooks = [(vars(module)[name], dict(vars(module)[name])) for module in modules for name in _HOOKS]
     state = State(modules)
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
@@ -127,6 +133,8 @@ def left_as_it_was(model: Model, evaluates: bool = True) -> Iterator[None]:
                 model.eval()
             yield
         finally:
+            for module in sharding:
+                module.reshard()
             state.put_back()
             for table, entries in hooks:
                 table.clear()

@@ -200,7 +200,7 @@ def weighted(**options: Any) -> dict[str, Any]:
 
 
 class TestLossWeights:
-    # tests/never_silent/test_document_loss.py has the losses.
+    # tests/never_silent/test_loss_weights.py has the losses.
 
     def test_the_weights_of_a_document_add_up_to_one(self) -> None:
         batch = weighted()
@@ -244,7 +244,7 @@ class TestLossWeights:
 
 
 class TestWeightsOfTokens:
-    # tests/never_silent/test_token_weights.py has the losses.
+    # tests/never_silent/test_loss_weights.py has the losses.
 
     WEIGHED = [{**one, "loss_weights": [0.5 * (at + number) for at in range(len(one["input_ids"]))]}
                for number, one in enumerate(EXAMPLES)]  # fmt: skip

@@ -33,19 +33,13 @@ def test_trainers_losses_are_those_of_padded_training(stack: str) -> None:
         assert_close(case)
 
 
+@pytest.mark.parametrize("weights", ["document", "token"])
 @pytest.mark.parametrize("stack", ["transformers-4.36.2", "transformers-4.57.6", "transformers-5.23.0"])
-def test_a_loss_by_document_is_that_of_documents_one_to_a_batch(stack: str) -> None:
-    cases = ["document", "document_with_label_smoothing", "document_with_compute_loss_func"]
+def test_a_loss_with_weights_is_that_of_padded_training_or_refused(stack: str, weights: str) -> None:
+    # Weights of documents: that of documents one to a batch.
+    cases = [weights, f"{weights}_with_label_smoothing", f"{weights}_with_compute_loss_func"]
     found = losses(stack, *(cases[:2] if stack == "transformers-4.36.2" else cases))
-    assert_close(found.pop("document"))
-    assert found and {case["refused"] for case in found.values()} == {"BadBatch"}
-
-
-@pytest.mark.parametrize("stack", ["transformers-4.36.2", "transformers-4.57.6", "transformers-5.23.0"])
-def test_a_loss_with_weights_of_tokens_is_that_of_padded_training(stack: str) -> None:
-    cases = ["token", "token_with_label_smoothing", "token_with_compute_loss_func"]
-    found = losses(stack, *(cases[:2] if stack == "transformers-4.36.2" else cases))
-    assert_close(found.pop("token"))
+    assert_close(found.pop(weights))
     assert found and {case["refused"] for case in found.values()} == {"BadBatch"}
 
 

@@ -20,21 +20,9 @@ from tokenizers.pre_tokenizers import Whitespace
 from trl import GRPOConfig, GRPOTrainer
 
 WORDS = [
-    "the",
-    "quick",
-    "brown",
-    "fox",
-    "jumps",
-    "over",
-    "lazy",
-    "dogs",
-    "while",
-    "seven",
-    "green",
-    "birds",
-    "sing",
+    "the", "quick", "brown", "fox", "jumps", "over", "lazy", "dogs", "while", "seven", "green", "birds", "sing",
     "about",
-]
+]  # fmt: skip
 
 
 def made(folder: str) -> None:

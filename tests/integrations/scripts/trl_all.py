@@ -23,7 +23,7 @@ import datasets
 import torch
 import transformers
 import trl
-from trl_noting import Noting, model, text, tokenizer
+from trl_noting import Noting, in_way, model, text, tokenizer
 
 import fa2patch
 from fa2patch.errors import StaysPadded
@@ -212,9 +212,7 @@ def make(cls: type, way: str, generated: list[Any], **changed: Any) -> Any:
     more = {argument: value for argument, value in given(made).items() if argument in several}
     if "reward_model" in more and "reward_funcs" in more:
         del more["reward_model"]
-    wanted = fa2patch.packed_trainer(cls) if way == "packed_trainer" else cls
-    if way.startswith("budget"):
-        wanted = fa2patch.packed_trainer(cls, share_prompts=False, max_tokens=int(way.removeprefix("budget")))
+    wanted = fa2patch.packed_trainer(cls) if way == "packed_trainer" else in_way(cls, way)
     reads = copy.copy(words())
     reads.padding_side = "left" if kind in ("prompts", "answered", "ids") else "right"
     more |= {

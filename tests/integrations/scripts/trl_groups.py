@@ -26,9 +26,7 @@ import datasets
 import peft
 import torch
 import transformers
-from trl_noting import WORDS, config, liger, model, run, text, tokenizer, trl_class
-
-from fa2patch import packed_trainer
+from trl_noting import WORDS, config, in_way, liger, model, reward, run, text, tokenizer, trl_class
 
 GROUP, BATCH, ACCUMULATED, LONGEST = 4, 8, 2, 24
 LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo")
@@ -46,12 +44,6 @@ COMMON = {
 def prompts(number: int) -> list[str]:
     generator = torch.Generator().manual_seed(0)
     return [f"{SYSTEM} {text(generator, 30)}" for _ in range(number)]
-
-
-def reward(completions: list[str], **others: Any) -> list[float]:
-    # The share of words of an even number of letters differs between the completions of a group.
-    words = [each.split() for each in completions]
-    return [sum(len(word) % 2 == 0 for word in each) / (len(each) + 1) for each in words]
 
 
 def drawn(policy: Any, end: int) -> Any:
@@ -155,12 +147,7 @@ def rloo_with_policies(base: Any, variant: str, steps: int, words: Any, generate
 
 
 def make(kind: str, variant: str, steps: int, how: str, generated: list[Any]) -> Any:
-    words = tokenizer()
-    base = trl_class(f"{kind.upper()}Trainer")
-    if how in ("packed", "shared"):
-        base = packed_trainer(base, share_prompts=how == "shared")
-    if how.startswith("budget"):
-        base = packed_trainer(base, share_prompts=False, max_tokens=int(how[len("budget") :]))
+    words, base = tokenizer(), in_way(trl_class(f"{kind.upper()}Trainer"), how)
     old = "rloo_k" in inspect.signature(trl_class(f"{kind.upper()}Config")).parameters
     if old:
         return rloo_with_policies(base, variant, steps, words, generated)

@@ -117,22 +117,30 @@ def tokenizer() -> transformers.PreTrainedTokenizerFast:
 def model(seed: int, vocabulary: int, cls: Any = transformers.LlamaForCausalLM, **others: Any) -> Any:
     transformers.set_seed(seed)
     config = transformers.LlamaConfig(
-        vocab_size=vocabulary,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        initializer_range=0.2,
-        pad_token_id=0,
-        **others,
-    )
+        vocab_size=vocabulary, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, initializer_range=0.2, pad_token_id=0, **others,
+    )  # fmt: skip
     return cls(config)
 
 
 def text(generator: torch.Generator, longest: int, shortest: int = 1) -> str:
     length = int(torch.randint(shortest, longest, (1,), generator=generator))
     return " ".join(WORDS[at] for at in torch.randint(len(WORDS), (length,), generator=generator).tolist())
+
+
+def reward(completions: list[str], **others: Any) -> list[float]:
+    # The share of words of an even number of letters differs between the completions of a group.
+    words = [each.split() for each in completions]
+    return [sum(len(word) % 2 == 0 for word in each) / (len(each) + 1) for each in words]
+
+
+def in_way(cls: Any, way: str) -> Any:
+    # ``budgetN`` is packed in passes of N tokens. fa2patch must not be imported where it is not used.
+    from fa2patch import packed_trainer
+
+    if way.startswith("budget"):
+        return packed_trainer(cls, share_prompts=False, max_tokens=int(way[len("budget") :]))
+    return packed_trainer(cls, share_prompts=way == "shared") if way in ("packed", "shared") else cls
 
 
 def trl_class(name: str) -> Any:
@@ -146,27 +154,17 @@ def config(name: str, **wanted: Any) -> Any:
     # Options that this release does not have are left out.
     cls = trl_class(name)
     common = {
-        "output_dir": tempfile.mkdtemp(),
-        "lr_scheduler_type": "constant",
-        "logging_steps": 1,
-        "report_to": [],
-        "save_strategy": "no",
-        "use_cpu": True,
-        "bf16": False,
-        "disable_tqdm": True,
-        "gradient_checkpointing": False,
-    }
+        "output_dir": tempfile.mkdtemp(), "lr_scheduler_type": "constant", "logging_steps": 1, "report_to": [],
+        "save_strategy": "no", "use_cpu": True, "bf16": False, "disable_tqdm": True, "gradient_checkpointing": False,
+    }  # fmt: skip
     known = inspect.signature(cls).parameters
     return cls(**{option: value for option, value in {**common, **wanted}.items() if option in known})
 
 
 def liger(name: str) -> dict[str, bool]:
     # Liger computes the loss up to 0.19, and layers since then.
-    return {
-        "use_liger_loss"
-        if "use_liger_loss" in inspect.signature(trl_class(name)).parameters
-        else "use_liger_kernel": True
-    }
+    of_the_loss = "use_liger_loss" in inspect.signature(trl_class(name)).parameters
+    return {"use_liger_loss" if of_the_loss else "use_liger_kernel": True}
 
 
 def run(make: Any) -> None:

@@ -16,9 +16,7 @@ import datasets
 import peft
 import torch
 import transformers
-from trl_noting import config, liger, model, run, text, tokenizer, trl_class
-
-from fa2patch import packed_trainer
+from trl_noting import config, in_way, liger, model, run, text, tokenizer, trl_class
 
 NAMES = {"sft": "SFT", "dpo": "DPO", "kto": "KTO", "orpo": "ORPO", "cpo": "CPO", "reward": "Reward", "prm": "PRM"}
 HEADS = {"reward": transformers.LlamaForSequenceClassification, "prm": transformers.LlamaForTokenClassification}
@@ -71,12 +69,7 @@ def make(kind: str, variant: str, steps: int, how: str, generated: list[Any]) ->
     policy = model(0, len(words), head, **labels)
     if kind in ("dpo", "kto") and variant != "lora":
         given["ref_model"] = model(1, len(words))
-    cls = trl_class(f"{name}Trainer")
-    if how in ("packed", "shared"):
-        cls = packed_trainer(cls, share_prompts=how == "shared")
-    if how.startswith("budget"):
-        cls = packed_trainer(cls, share_prompts=False, max_tokens=int(how[len("budget") :]))
-    return cls(
+    return in_way(trl_class(f"{name}Trainer"), how)(
         model=policy, args=args, train_dataset=examples(kind, 40, 0), eval_dataset=examples(kind, 8, 1),
         processing_class=words, **given,
     )  # fmt: skip

@@ -23,17 +23,10 @@ OPTIONS = {
     "per_device_train_batch_size": 8, "max_steps": 4, "logging_steps": 1, "learning_rate": 1e-3, "seed": 0,
     "report_to": "none", "save_strategy": "no", "use_cpu": "true", "disable_tqdm": "true", "bf16": "false",
 }  # fmt: skip
-REWARD = f"{Path(__file__).stem}.reward"
-GROUPS = {"num_generations": 4, "max_completion_length": 10, "beta": 0.04, "reward_funcs": REWARD}
+GROUPS = {"num_generations": 4, "max_completion_length": 10, "beta": 0.04, "reward_funcs": "trl_noting.reward"}
 MORE: dict[str, dict[str, Any]] = {
     "sft": {}, "dpo": {}, "kto": {}, "reward": {}, "grpo": GROUPS, "rloo": GROUPS, "packed": {"packing": "true"},
 }  # fmt: skip
-
-
-def reward(completions: list[str], **others: Any) -> list[float]:
-    # The share of words with an even number of letters.
-    words = [each.split() for each in completions]
-    return [sum(len(word) % 2 == 0 for word in each) / (len(each) + 1) for each in words]
 
 
 def row(kind: str, at: int, generator: torch.Generator) -> dict[str, Any]:

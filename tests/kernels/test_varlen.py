@@ -13,14 +13,7 @@ import torch
 from definition_cases import asks, errors_of, sinks_of
 
 from compat_matrix.check import stand_in
-from compat_matrix.check.kernel_cases import (
-    LENGTHS,
-    WINDOWS,
-    brute_force,
-    documents,
-    largest_errors,
-    states,
-)
+from compat_matrix.check.kernel_cases import LENGTHS, WINDOWS, brute_force, documents, largest_errors, states
 from fa2patch import kernels
 from fa2patch.errors import KernelUnavailable
 from fa2patch.kernels import Options, trial, varlen

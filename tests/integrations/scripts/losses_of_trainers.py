@@ -16,15 +16,7 @@ import warnings
 import torch
 import transformers
 from replaced_forwards import restored
-from stage import (
-    Stage,
-    furthest,
-    largest_relative_difference,
-    padded,
-    tiny_llama,
-    tokens,
-    weights,
-)
+from stage import Stage, furthest, largest_relative_difference, padded, tiny_llama, tokens, weights
 
 import fa2patch
 

@@ -6,17 +6,22 @@ from compat_matrix.check.rows import alone, documents
 
 
 @pytest.fixture
-def graphs():
-    # The backend adds each graph to the list and runs it unchanged.
+def fresh_dynamo():
     torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def graphs(fresh_dynamo):
+    # The backend adds each graph to the list and runs it unchanged.
     seen = []
 
     def backend(graph, inputs):
         seen.append(graph)
         return graph
 
-    yield seen, backend
-    torch._dynamo.reset()
+    return seen, backend
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """torch.compile of a patched model makes two graphs for all layouts and trees, without graph breaks."""
 
+import contextlib
 import random
 
 import pytest
@@ -17,7 +18,10 @@ from fa2patch._torch import HAS_OPERATORS
 from fa2patch.documents.given_boundaries import from_cu_seqlens
 from fa2patch.errors import BadCuSeqlens, PackingNotIsolated
 
-pytestmark = pytest.mark.skipif(not HAS_OPERATORS, reason=f"torch {torch.__version__} has no custom_op")
+pytestmark = [
+    pytest.mark.skipif(not HAS_OPERATORS, reason=f"torch {torch.__version__} has no custom_op"),
+    pytest.mark.usefixtures("fresh_dynamo"),
+]
 
 COLLATE = fa2patch.DataCollatorWithFlattening(return_flash_attn_kwargs=True)
 
@@ -77,7 +81,6 @@ def test_a_second_model_is_compiled_where_dynamo_makes_symbols_of_ints():
         for _ in range(2):
             model = on_the_interface_seam("llama")
             assert_like_eager(torch.compile(model, backend="eager", fullgraph=True), model, batch(5, 1, 9))
-    torch._dynamo.reset()
 
 
 @pytest.mark.slow
@@ -96,25 +99,13 @@ def test_the_kernel_in_the_graph_is_the_one_that_was_picked(graphs):
 
 
 @pytest.mark.slow
-def test_gradients_through_the_compilers_own_autograd():
-    # Documents are isolated bit for bit with AOTAutograd, too, which torch.compile's compiling backends use.
-    torch._dynamo.reset()
-    model = on_the_interface_seam("llama")
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    assert_nothing_crosses(compiled, documents(4, 6, 5), without_labels, model.get_input_embeddings())
-    torch._dynamo.reset()
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("family", ["mistral", "gemma2", "gemma3", "gpt_oss"])
 def test_a_row_of_one_document_between_packed_ones_of_a_model_with_a_window(family):
     # AOTAutograd reshapes an operator's results without a copy, as their fake ones say that it can.
-    torch._dynamo.reset()
     model = on_the_interface_seam(family, sliding_window=4)
     compiled = torch.compile(model, backend="aot_eager", dynamic=True)
     for lengths in ((7, 1, 12, 4), (24,), (5, 5, 5)):
         assert_like_eager(compiled, model, batch(*lengths))
-    torch._dynamo.reset()
 
 
 @pytest.mark.slow
@@ -142,14 +133,12 @@ def test_lengths_that_lie_raise_inside_a_graph_too(graphs, spoilt, message):
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_lengths_that_fall_raise_inside_a_graph_too(backend):
     # The lengths are otherwise valid: ends, starts and the longest document are those of the batch.
-    torch._dynamo.reset()
     compiled = torch.compile(on_the_interface_seam("llama"), backend=backend, fullgraph=True)
     given = {**batch(4, 6, 5), "max_length_q": 15, "max_length_k": 15}
     compiled(**given)
     given["cu_seq_lens_q"] = given["cu_seq_lens_k"] = torch.tensor([0, 10, 4, 15], dtype=torch.int32)
     with pytest.raises(RuntimeError, match="must rise from 0"):
         compiled(**given)
-    torch._dynamo.reset()
 
 
 def without_lengths(*lengths):
@@ -171,14 +160,17 @@ def test_the_kernel_in_a_graph_from_position_ids_alone_gets_the_longest_length(g
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_gradients_stay_in_their_document_in_a_graph_from_position_ids_alone(backend):
-    torch._dynamo.reset()
+@pytest.mark.parametrize(
+    ("backend", "batch_of"),
+    [("aot_eager", without_labels), ("eager", by_ids), ("aot_eager", by_ids)],
+    ids=["lengths, aot_eager", "position ids alone, eager", "position ids alone, aot_eager"],
+)
+def test_gradients_stay_in_their_document(backend, batch_of):
+    # Documents are isolated bit for bit with AOTAutograd, too, which torch.compile's compiling backends use.
     model = on_the_interface_seam("llama")
     compiled = torch.compile(model, backend=backend, fullgraph=True)
     for lengths in [(4, 6, 5), (3, 2, 8)]:
-        assert_nothing_crosses(compiled, documents(*lengths), by_ids, model.get_input_embeddings())
-    torch._dynamo.reset()
+        assert_nothing_crosses(compiled, documents(*lengths), batch_of, model.get_input_embeddings())
 
 
 @pytest.mark.slow
@@ -261,24 +253,22 @@ def trees(count):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_twelve_trees_make_two_graphs_without_a_break(graphs, family):
+@pytest.mark.parametrize(
+    ("family", "count", "kernels", "fullgraph"),
+    [
+        ("llama", 12, contextlib.nullcontext, True),
+        ("gemma2", 12, contextlib.nullcontext, True),
+        ("llama", 6, stand_in_aten.installed, True),
+        ("llama", 6, stand_in_aten.installed, False),
+    ],
+    ids=["llama", "gemma2", "gathered keys", "gathered keys, graphs may break"],
+)
+def test_trees_make_two_graphs_without_a_break(graphs, family, count, kernels, fullgraph):
     seen, backend = graphs
-    model = on_the_interface_seam(family)
-    compiled = torch.compile(model, backend=backend, fullgraph=True)
-    for tree in trees(12):
-        assert_like_eager(compiled, model, dict(tree_batch(*tree, labels=True), use_cache=False))
-    assert len(seen) <= 2, "the first tree, and one graph for all others"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("fullgraph", [True, False])
-def test_keys_are_gathered_without_a_break(graphs, fullgraph):
-    seen, backend = graphs
-    with stand_in_aten.installed():
-        model = on_the_interface_seam("llama")
+    with kernels():
+        model = on_the_interface_seam(family)
         compiled = torch.compile(model, backend=backend, fullgraph=fullgraph)
-        for tree in trees(6):
+        for tree in trees(count):
             assert_like_eager(compiled, model, dict(tree_batch(*tree, labels=True), use_cache=False))
     assert len(seen) <= 2, "the first tree, and one graph for all others"
 
@@ -286,7 +276,6 @@ def test_keys_are_gathered_without_a_break(graphs, fullgraph):
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_torch_varlen_in_a_graph_gets_gathered_keys(backend):
-    torch._dynamo.reset()
     with stand_in_aten.installed():
         model = on_the_interface_seam("llama")
         compiled = torch.compile(model, backend=backend, fullgraph=True)
@@ -297,7 +286,6 @@ def test_torch_varlen_in_a_graph_gets_gathered_keys(backend):
             weight = model.get_input_embeddings().weight
             one, other = (torch.autograd.grad(logits.square().sum(), weight)[0] for logits in (found, expected))
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize(

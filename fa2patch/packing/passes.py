@@ -16,7 +16,7 @@ from ..errors import PackingError
 from .budget import capped, check_budget
 from .dealing import deal, example_costs
 from .plans import plan
-from .ranks import FAILED, agreed, of_all_ranks
+from .ranks import agreed, of_all_ranks, refusal_told
 from .samplers import imbalance
 from .strategies import Floats, Ints, divided, of_few
 from .units import Units, as_units, without_labels
@@ -163,16 +163,14 @@ def passes(
             known; or the shapes of passes are to stand still, and the batch is no packed row.
     """
     shapes = RowShape(pad_to_multiple_of, max_documents, longest_document, check_budget(max_tokens))
-    return cut_into_passes(as_units(batch, shapes), max_tokens, too_long, every_rank)
+    with refusal_told(every_rank):
+        units = as_units(batch, shapes)
+    return cut_into_passes(units, max_tokens, too_long, every_rank)
 
 
 def cut_into_passes(units: Units, max_tokens: int, too_long: str, every_rank: bool) -> Passes:
-    try:
+    with refusal_told(every_rank):
         tokens = capped(units.tokens, check_budget(max_tokens), too_long)
-    except PackingError as error:
-        if every_rank:  # the others wait to be told
-            agreed(FAILED, error.message)
-        raise
     found = _in_passes(units, tokens, max_tokens)
     number = agreed(len(found)) if every_rank else len(found)
     found = divided(found, tokens, number)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed as dist
@@ -103,6 +105,17 @@ def agreed(number: int, why: str = "") -> int:
             f"and another cannot cut its batch: {whole}. Give every rank packed batches, or leave max_tokens out."
         )
     return most
+
+
+@contextlib.contextmanager
+def refusal_told(every_rank: bool) -> Iterator[None]:
+    """Tell a refusal of this rank's batch to the other ranks, which wait for its number of passes."""
+    try:
+        yield
+    except PackingError as error:
+        if every_rank:
+            agreed(FAILED, error.message)
+        raise
 
 
 def of_all_ranks(value: Any) -> list[Any]:

@@ -22,6 +22,7 @@ from .._torch import eagerly
 from ..documents.row_shape import PLAIN, RowShape
 from ..errors import Fa2PatchError
 from ..packing.passes import Counts, Passes, cut_into_passes
+from ..packing.ranks import refusal_told
 from ..packing.units import as_units
 from ..patch.applying import budget_of, status
 from ..patch.model_plan import ModelPlan
@@ -153,7 +154,8 @@ class TokenBudget:
             finally:
                 patch.budget = budget
 
-        units = as_units(inputs, self.shapes)
+        with refusal_told(every_rank=True):
+            units = as_units(inputs, self.shapes)
         passes = cut_into_passes(units, self.max_tokens, self.too_long, every_rank=True)
         if self.why_exact is None:
             with eagerly(), self._accumulating(model):  # a compiled graph says nothing of what is in it

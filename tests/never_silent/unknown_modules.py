@@ -86,7 +86,7 @@ def routed_mlps(model):
 
 
 def behind_the_mlp(model, added, at=1):
-    # ``entry_points`` is a module, or a function of a module and its states.
+    # ``added`` is a module, or a function of a module and its states.
     layer = model.model.layers[at]
     layer.mlp = torch.nn.Sequential(layer.mlp, added if isinstance(added, torch.nn.Module) else Around(None, added))
 

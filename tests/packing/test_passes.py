@@ -82,6 +82,25 @@ def test_ranks_make_as_many_passes_within_the_budget(ranks: list[list[int]], bud
             assert len(units) or {label for row in rows for label in row} == {-100}
 
 
+@pytest.mark.parametrize(
+    "batch, options",
+    [
+        (packed([5, 70]), {}),  # a document that is longer than the budget
+        (packed([5, 30]), {"longest_document": 20}),
+        ({"labels": [1]}, {}),
+        ({**packed([5, 9]), "of nobody knows whom": torch.zeros(3)}, {}),
+    ],
+)
+def test_a_rank_that_refuses_its_batch_tells_the_others_which_wait(
+    batch: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[Any] = []
+    monkeypatch.setattr(sys.modules["fa2patch.packing.ranks"], "of_all_ranks", lambda own: told.append(own) or [own])
+    with pytest.raises(PackingError) as refused:
+        passes(batch, 64, every_rank=True, **options)
+    assert told == [(-1, refused.value.message)]
+
+
 def assert_as_collated(cut: Any, lengths: list[int], **options: Any) -> None:
     # A pass is what the collator makes of its documents.
     collate, all_of = fa2patch.DataCollatorWithFlattening(**options), documents(lengths)

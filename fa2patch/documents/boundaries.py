@@ -43,6 +43,8 @@ class Boundaries:
         until: int32 tensor ``[tokens]`` on the batch's device: the last token that each token sees, where tokens of
             spans (:mod:`.spans`) see later ones; None if every token sees its document up to itself.
         uncounted: whether the number of segments becomes known only when a compiled graph runs.
+        sources: the boundaries of the keys, if these are not the queries' own tokens (cross attention): all queries of
+            document i see all keys of source i.
     """
 
     cu_seqlens: torch.Tensor
@@ -53,6 +55,7 @@ class Boundaries:
     made: dict[Hashable, Any] = field(default_factory=dict, repr=False)
     until: torch.Tensor | None = field(default=None, repr=False)
     uncounted: bool = field(default=False, repr=False)
+    sources: Boundaries | None = None
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -87,6 +90,8 @@ class Boundaries:
         return cu, read
 
     def keys(self, tokens: int) -> Keys:
+        if self.sources is not None:
+            return Keys(None, self.sources.cu_seqlens, self.sources.max_seqlen)
         if self.parents is None:
             return Keys(None, self.cu_seqlens, self.max_seqlen)
         if compiling():
@@ -109,7 +114,9 @@ class Boundaries:
     def to(self, device: torch.device) -> Boundaries:
         parents = None if self.parents is None else self.parents.to(device)
         until = None if self.until is None else self.until.to(device)
-        return replace(self, cu_seqlens=self.cu_seqlens.to(device), parents=parents, until=until, made={})
+        sources = None if self.sources is None else self.sources.to(device)
+        cu = self.cu_seqlens.to(device)
+        return replace(self, cu_seqlens=cu, parents=parents, until=until, sources=sources, made={})
 
     def __len__(self) -> int:
         """The number of segments, which is the number of documents if there are no parents."""

@@ -66,8 +66,9 @@ class Batches:
         self.shapes: list[tuple[int, int]] = []  # of each call: the number of documents, the longest's length
         self.sizes: list[int] = []  # the tokens of each call, with padding
         for batch in self.batches:  # one loop: every packed batch makes one, and a comprehension is a call
-            self.shapes.append((len(batch), lengths[batch[0]]))
-            self.sizes.append(len(batch) * lengths[batch[0]])
+            longest = max([lengths[at] for at in batch])
+            self.shapes.append((len(batch), longest))
+            self.sizes.append(len(batch) * longest)
         self.size = sum(self.sizes)
         # Each token's place in the calls end to end, int64 ``[tokens]``. It is None if that is its own.
         self.places: torch.Tensor | None = None
@@ -124,13 +125,19 @@ class _Taken(torch.autograd.Function):
         return _put(grad, ctx.places, ctx.length), None
 
 
-def shared_calls(boundaries: Boundaries, width: int, causal: bool) -> tuple[Batches, Sequence[torch.Tensor | None]]:
+def shared_calls(
+    boundaries: Boundaries, width: int, causal: bool
+) -> tuple[Batches, Batches, Sequence[torch.Tensor | None]]:
+    # The calls of the queries, and those of the keys: the same ones, unless the keys are another row's.
     # The calls are made once in a forward. For each there is the index of the last key that each query sees, int64
     # ``[documents, length]``, or None if the options say it. ``width`` is the number of query heads times the head
     # dimension.
     kind, tree = (shared_calls, width, causal), boundaries.tree
-    if kind not in boundaries.made and tree is not None:
-        boundaries.made[kind] = Batches(tree.lengths), [None] * len(tree.lengths)
+    if kind not in boundaries.made and boundaries.sources is not None:
+        boundaries.made[kind] = _pairs(boundaries, boundaries.sources)
+    elif kind not in boundaries.made and tree is not None:
+        calls = Batches(tree.lengths)
+        boundaries.made[kind] = calls, calls, [None] * len(tree.lengths)
     elif kind not in boundaries.made:
         # Lengths are read on the host. Empty documents are left out.
         lengths, device = tuple(filter(None, boundaries.lengths)), boundaries.cu_seqlens.device
@@ -138,9 +145,37 @@ def shared_calls(boundaries: Boundaries, width: int, causal: bool) -> tuple[Batc
         calls = Batches(lengths, shared if _saves(shared, lengths, width, causal) else None, device)
         # Without causality, padding must be masked.
         plain = causal and boundaries.until is None
-        boundaries.made[kind] = calls, [None] * len(calls.shapes) if plain else _last_keys(calls, boundaries, causal)
-    found: tuple[Batches, Sequence[torch.Tensor | None]] = boundaries.made[kind]
+        last = [None] * len(calls.shapes) if plain else _last_keys(calls, boundaries, causal)
+        boundaries.made[kind] = calls, calls, last
+    found: tuple[Batches, Batches, Sequence[torch.Tensor | None]] = boundaries.made[kind]
     return found
+
+
+def _pairs(targets: Boundaries, sources: Boundaries) -> tuple[Batches, Batches, list[torch.Tensor | None]]:
+    # From the longest source to the shortest, pairs share a call as long as both sides need little padding. Queries see
+    # all keys of their source, so it is only padding that is hidden.
+    of_queries, of_keys = targets.lengths, sources.lengths
+    made: list[list[int]] = []
+    for at in sorted(range(len(of_queries)), key=lambda at: (-of_keys[at], -of_queries[at])):
+        if made and _are_near([[lengths[each] for each in (*made[-1], at)] for lengths in (of_queries, of_keys)]):
+            made[-1].append(at)
+        else:
+            made.append([at])
+    device = targets.cu_seqlens.device
+    queries, keys = Batches(of_queries, made, device), Batches(of_keys, made, device)
+    last: list[torch.Tensor | None] = []
+    for batch, (_, longest), (_, most) in zip(made, keys.shapes, queries.shapes):
+        padded = any(of_keys[at] < longest for at in batch)
+        ends = torch.tensor([of_keys[at] - 1 for at in batch])[:, None].expand(-1, most)
+        last.append(ends.to(device) if padded else None)
+    return queries, keys, last
+
+
+def _are_near(sides: Sequence[Sequence[int]]) -> bool:
+    queries, keys = (max(lengths) for lengths in sides)
+    if len(sides[0]) * queries * keys > SCORES:
+        return False
+    return all(len(lengths) * max(lengths) - sum(lengths) <= A_CALL + SHARE * sum(lengths) for lengths in sides)
 
 
 def _saves(shared: list[list[int]], lengths: Sequence[int], width: int, causal: bool) -> bool:

@@ -13,6 +13,7 @@ from typing import Any, Callable
 import torch
 
 from .._types import Call
+from ..documents.boundaries import Boundaries
 from ..errors import PackingNotIsolated
 
 
@@ -45,12 +46,14 @@ TABLE = (
     # small, so that the keys at a window's edge still have a weight
     Option("alibi_slopes", "alibi", by_head=True, trial=lambda heads, drawn: 0.3 * torch.rand(heads, generator=drawn)),
     Option("dropout", "dropout", ("dropout",)),
+    Option("bias", "bias", ("position_bias",)),
 )
 
-FEATURES = (*[row.feature for row in TABLE], "deterministic", "trees", "spans")
+FEATURES = (*[row.feature for row in TABLE], "deterministic", "trees", "spans", "pairs")
 """Features beyond plain attention. ``deterministic`` means a deterministic backward and is torch's global switch;
 ``trees`` means segments that share a parent, such as completions of one prompt; ``spans`` means tokens that see each
-other in both directions in a document that is causal otherwise, such as those of a picture."""
+other in both directions in a document that is causal otherwise, such as those of a picture; ``pairs`` means queries and
+keys of different rows, such as those of a translation and of its source."""
 
 KEYWORDS = ("scaling", "is_causal", *[keyword for row in TABLE for keyword in row.keywords])
 """All keywords by which a layer of Transformers says what it asks of attention."""
@@ -70,6 +73,7 @@ class Options:
         dropout: probability with which attention weights are dropped.
         sinks: ``[query heads]`` logits of a virtual key without a value (GPT-OSS), or None.
         alibi_slopes: float ``[query heads]``; ``-slope * |i - j|`` is added to the logits. None adds nothing.
+        bias: ``[query heads, longest, longest]``, added to the logits of query i and key j of each document, or None.
 
     In the place of a number, a tensor of one value that needs no gradient is read.
 
@@ -84,6 +88,7 @@ class Options:
     dropout: float = 0.0
     sinks: torch.Tensor | None = None
     alibi_slopes: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
     by_head: bool = field(default=False, init=False, repr=False)  # whether it has a tensor [query heads]
 
     def __post_init__(self) -> None:
@@ -98,6 +103,9 @@ class Options:
                 by_head = getattr(self, name)
                 if by_head is not None and by_head.dim() != 1:
                     object.__setattr__(self, name, by_head.flatten())  # eager code reshapes them to [1, heads, 1, 1]
+        if self.bias is not None and self.bias.dim() == 4:  # [1, heads, longest, longest], as layers make it
+            one = self.bias.shape[-2:] == (1, 1)  # the same for all keys, which changes no weight
+            object.__setattr__(self, "bias", None if one else self.bias.squeeze(0))
         if self.window is not None and self.window < 1:
             raise PackingNotIsolated(
                 f"a sliding window of {self.window} tokens shows a query nothing; None is no window."
@@ -105,7 +113,11 @@ class Options:
 
     def features(self) -> set[str]:
         values = [(row, getattr(self, row.name)) for row in TABLE]
-        return {row.feature for row, value in values if value is not None and (row.by_head or value)}
+        return {
+            row.feature
+            for row, value in values
+            if value is not None and (row.by_head or isinstance(value, torch.Tensor) or value)
+        }
 
     def with_heads(self, change: Callable[[torch.Tensor], torch.Tensor], learned: bool = False) -> Options:
         # with what `change` makes of each tensor [query heads]; with `learned`, of those alone that may have a gradient
@@ -168,11 +180,12 @@ def from_keywords(said: Call, causal: bool) -> Options:
         softcap=said.get("softcap"),
         dropout=0.0 if dropout is None else dropout,
         sinks=said.get("s_aux", said.get("sinks")),
+        bias=said.get("position_bias"),
     )
 
 
 def described_call(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, trees: bool, spans: bool
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, boundaries: Boundaries
 ) -> tuple[Any, ...]:
     # The fields of Asked, with a bool for each of FEATURES in the place of the names.
     needed = (
@@ -181,9 +194,11 @@ def described_call(
         options.sinks is not None,
         options.alibi_slopes is not None,
         options.dropout > 0,
+        options.bias is not None,
         False,  # ``deterministic``: no tensor says it, and a graph is captured again when it changes
-        trees,
-        spans,
+        boundaries.parents is not None,
+        boundaries.until is not None,
+        boundaries.sources is not None,
     )
     gradients = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     heads, dims = (q.shape[-2], k.shape[-2]), (q.shape[-1], v.shape[-1])

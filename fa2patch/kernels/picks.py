@@ -38,7 +38,7 @@ def packed_attention(
     The result is contiguous, ``[batch, length, query heads, value head dim]``, and has q's dtype.
     """
     rows, key_heads = q.shape[:2], k.shape[2]
-    if not rows == k.shape[:2] == v.shape[:2]:
+    if k.shape[:2] != v.shape[:2] or (boundaries.sources is None and k.shape[:2] != rows):
         raise PackingNotIsolated(
             f"packed attention needs queries and keys of the same tokens; found {list(q.shape[:2])} queries and "
             f"{list(k.shape[:2])} keys [batch, length]. If the call has a key/value cache, leave it out. If the layer "
@@ -54,7 +54,7 @@ def packed_attention(
     if isinstance(options.scale, torch.Tensor):
         q, options = scaled(q, options)
     if isinstance(kernel, str):
-        asked = asked_by(q, k, v, options, boundaries.parents is not None, boundaries.until is not None)
+        asked = asked_by(q, k, v, options, boundaries)
         kernel = pick(kernel, asked, q.device).kernel
     if q.is_meta:
         return q.new_empty(*rows, q.shape[2], v.shape[3])
@@ -335,10 +335,10 @@ class Picks:
         return made.kernel
 
     def captured(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, trees: bool, spans: bool
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, boundaries: Boundaries
     ) -> Kernel:
         """Choose the kernel for a call that is captured into a graph. Everything that is traced here costs time."""
-        picked = _picked(self._number, q.device.index, described_call(q, k, v, options, trees, spans))
+        picked = _picked(self._number, q.device.index, described_call(q, k, v, options, boundaries))
         return named(picked) if self.given is None else self.given
 
     def _warn_if_slow(self, made: Pick, asked: Asked) -> None:

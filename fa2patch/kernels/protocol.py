@@ -50,11 +50,9 @@ class Asked(NamedTuple):
     gradients: bool = True
 
 
-def asked_by(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, trees: bool = False, spans: bool = False
-) -> Asked:
+def asked_by(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, boundaries: Boundaries) -> Asked:
     """Describe a call with these arguments. The last two dimensions of q, k and v are heads and head dimension."""
-    return asked_as(described_call(q, k, v, options, trees, spans))
+    return asked_as(described_call(q, k, v, options, boundaries))
 
 
 def asked_as(described: tuple[Any, ...]) -> Asked:
@@ -181,7 +179,7 @@ class Kernel:
         if not able:
             raise KernelUnavailable(f"kernel={self.name!r} cannot run here: {reason}.")
         scale = q.shape[-1] ** -0.5 if options.scale is None else options.scale
-        value_dim, tokens, keys = v.shape[-1], q.shape[0], None
+        value_dim, tokens, keys = v.shape[-1], max(q.shape[0], k.shape[0]), None
         if self.GATHERS and boundaries.parents is not None:
             keys = boundaries.keys(tokens).tokens
             assert keys is not None, "it has parents"

@@ -61,9 +61,9 @@ def over_documents(
     if options.by_head:
         exact = torch.promote_types(q.dtype, torch.float32)  # in it, their gradients are added up over the calls
         options = options.with_heads(lambda by_head: by_head.to(exact))
-    calls, last = shared_calls(boundaries, q.shape[1] * q.shape[2], options.causal)
+    calls, of_keys, last = shared_calls(boundaries, q.shape[1] * q.shape[2], options.causal)
     if tree is None:
-        states = [calls.split(x) for x in (q, k, v)]
+        states = [calls.split(q), of_keys.split(k), of_keys.split(v)]
     else:  # a segment sees the keys of its path
         segments = range(len(tree.lengths))
         states = [calls.split(q), *([tree.along(x, segment)[None] for segment in segments] for x in (k, v))]
@@ -88,7 +88,7 @@ def attend(
     windowed = options.window is not None and options.window < length
     special = windowed or options.dropout  # the operator's backward repeats the dropout; sdpa's backends draw others
     plain = not special and options.softcap is None and not options.by_head
-    if plain and length == 1:
+    if plain and length == 1 and options.bias is None:
         return _OfOneKey.apply(query, key, value)  # type: ignore[no-untyped-call,no-any-return]
     asked: dict[str, Any] = {}
     if groups > 1 and plain and _SHARES_KEYS:
@@ -97,7 +97,12 @@ def attend(
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     # sdpa has a flash kernel on a CPU, too. All that is not plain takes the formula, in float32 or float64.
     if plain:
-        if last is None and (queries in (1, length) or not options.causal):
+        every = last is None and not options.causal
+        if options.bias is not None:
+            own = options.bias[:, :queries, :length]
+            seen = None if every else _seen(_distances(queries, length, query.device), options, last)
+            asked["attn_mask"] = own if seen is None else own.masked_fill(~seen, float("-inf"))
+        elif every or (last is None and queries in (1, length)):
             asked["is_causal"] = options.causal and queries > 1
         else:
             asked["attn_mask"] = _seen(_distances(queries, length, query.device), options, last)
@@ -115,10 +120,11 @@ class _OfOneKey(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         ctx.shapes, ctx.groups = (query.shape, key.shape), query.shape[1] // key.shape[1]
-        return value.repeat_interleave(ctx.groups, 1)
+        return value.repeat_interleave(ctx.groups, 1).expand(-1, -1, query.shape[2], -1)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        grad = grad.sum(2, keepdim=True) if grad.shape[2] > 1 else grad
         own = grad.view(*grad.shape[:1], -1, ctx.groups, *grad.shape[2:]).sum(2) if ctx.groups > 1 else grad
         nothing = grad.new_zeros(())
         return nothing.expand(ctx.shapes[0]), nothing.expand(ctx.shapes[1]), own
@@ -131,6 +137,8 @@ def _weights(query: torch.Tensor, key: torch.Tensor, options: Options, last: tor
     logits: torch.Tensor = query.to(precision) @ key.to(precision).transpose(-1, -2) * options.scale
     if options.softcap is not None:
         logits = options.softcap * torch.tanh(logits / options.softcap)
+    if options.bias is not None:
+        logits = logits + options.bias[:, : query.shape[2], : key.shape[2]].to(precision)
     distance = _distances(query.shape[2], key.shape[2], query.device)
     if options.alibi_slopes is not None:
         logits = logits - options.alibi_slopes.to(precision)[:, None, None] * distance.abs()
@@ -144,7 +152,7 @@ def _weights(query: torch.Tensor, key: torch.Tensor, options: Options, last: tor
 def _distances(queries: int, keys: int, device: torch.device) -> torch.Tensor:
     # ``query index - key index``, int64 ``[queries, keys]``. The last query is at the last key.
     index = torch.arange(keys, device=device)
-    return index[keys - queries :, None] - index
+    return torch.arange(keys - queries, keys, device=device)[:, None] - index
 
 
 def _seen(distance: torch.Tensor, options: Options, last: torch.Tensor | None) -> torch.Tensor:
@@ -158,20 +166,22 @@ def _seen(distance: torch.Tensor, options: Options, last: torch.Tensor | None) -
 
 # The inputs of the operator. Its backward has them after the gradient of the output.
 _INPUTS = (
-    "Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, Tensor? parents, Tensor? until, Tensor? sinks, "
-    "Tensor? alibi_slopes, Tensor? seed, float scale, bool causal, int? window, float? softcap, float dropout"
+    "Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, Tensor? cu_seqlens_k, Tensor? parents, Tensor? until, "
+    "Tensor? sinks, Tensor? alibi_slopes, Tensor? bias, Tensor? seed, float scale, bool causal, int? window, "
+    "float? softcap, float dropout"
 )
 
-_DIFFERENTIABLE = (0, 1, 2, 6, 7)  # the places of q, k, v, sinks and slopes among the inputs
+_DIFFERENTIABLE = (0, 1, 2, 7, 8, 9)  # the places of q, k, v, sinks, slopes and the bias among the inputs
 
 
 def _computed(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, parents: torch.Tensor | None,
-    until: torch.Tensor | None, sinks: torch.Tensor | None, slopes: torch.Tensor | None, seed: torch.Tensor | None,
-    *numbers: Any,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, cu_seqlens_k: torch.Tensor | None,
+    parents: torch.Tensor | None, until: torch.Tensor | None, sinks: torch.Tensor | None, slopes: torch.Tensor | None,
+    bias: torch.Tensor | None, seed: torch.Tensor | None, *numbers: Any,
 ) -> torch.Tensor:  # fmt: skip
-    options = replace(Options(*numbers), sinks=sinks, alibi_slopes=slopes)
-    boundaries = Boundaries(cu_seqlens, 0, parents=parents, until=until)
+    options = replace(Options(*numbers), sinks=sinks, alibi_slopes=slopes, bias=bias)
+    sources = None if cu_seqlens_k is None else Boundaries(cu_seqlens_k, 0)
+    boundaries = Boundaries(cu_seqlens, 0, parents=parents, until=until, sources=sources)
     # With the seed, the backward drops the weights that the forward dropped.
     with torch.random.fork_rng([q.device] if q.device.type == "cuda" else [], enabled=seed is not None):
         if seed is not None:
@@ -201,8 +211,8 @@ def _backward_fake(grad: torch.Tensor, *inputs: Any) -> list[torch.Tensor]:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    ctx.save_for_backward(*inputs[:9])
-    ctx.numbers = inputs[9:]
+    ctx.save_for_backward(*inputs[:11])
+    ctx.numbers = inputs[11:]
 
 
 def _gradients(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
@@ -220,8 +230,10 @@ def operator(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, boundaries: Boundaries, options: Options, scale: float
 ) -> torch.Tensor:
     seed = torch.randint(2**31, (), device=q.device) if options.dropout else None
+    ends = None if boundaries.sources is None else boundaries.sources.cu_seqlens
     attended: torch.Tensor = torch.ops.fa2patch.reference.default(
-        q, k, v, boundaries.cu_seqlens, boundaries.parents, boundaries.until, options.sinks, options.alibi_slopes,
-        seed, scale, options.causal, options.window, options.softcap, options.dropout,
+        q, k, v, boundaries.cu_seqlens, ends, boundaries.parents, boundaries.until, options.sinks,
+        options.alibi_slopes, options.bias, seed, scale, options.causal, options.window, options.softcap,
+        options.dropout,
     )  # fmt: skip
     return attended

@@ -5,21 +5,22 @@ from __future__ import annotations
 import importlib
 import re
 import types
+from collections.abc import Sequence
 from typing import Any
 
 import numpy
 import torch
 
 from .. import entry_points, kernels
-from .._types import Function
+from .._types import Function, Model
 from ..binding import changing, used_by
 from ..errors import BadArgument, LayerNotPatchable, UnsupportedNumPy, UnsupportedTransformers
 from ..upstream import other_code
 from ..upstream.find_layers import ModelLayers
-from ..upstream.find_models import transformers_model, walked_once
+from ..upstream.find_models import stacks_of, takes_no_token_ids, transformers_model, walked_once
 from ..upstream.step import MARK, Budgeted
 from . import padding
-from .model_plan import plan_model
+from .model_plan import plan_model, plan_pairs
 from .state import Patch
 
 OLDEST = (4, 34)  # the first minor of Transformers with flash attention in its modeling files
@@ -104,21 +105,12 @@ def apply(
     budget = None if max_tokens is None else budget_of(max_tokens, too_long)
     with changing(waits=True), walked_once():
         inner = transformers_model(model)
-        patch = status(inner)
-        if padded_batches is None and patch is not None:
-            padded_batches = patch.padded_batches
-        padded = padding.wanted(model, inner, padded_batches)
-        if patch is not None:
-            patch.renew(kernel, architecture, prove, padded)
+        stacks = stacks_of(inner)
+        if stacks is None:
+            patch = _applied(model, inner, kernel, architecture, prove, padded_batches)
         else:
-            layers = ModelLayers(inner, architecture)
-            planned = plan_model(layers, padded)
-            patch = Patch(layers, planned, kernel or "auto", architecture, "unknown" if prove is None else prove)
-            _install(patch, layers)
-        padding.switch(inner, padded)
-        patch.padded_batches = padded_batches
-        if padded:
-            patch.unpacked = None  # batches without padding say nothing of documents, and need not
+            _refuse_for_pairs(inner, padded_batches, budget)
+            patch = _applied_to_pairs(inner, stacks, kernel, architecture, prove)
     if budget is not None:
         patch.budget = budget
     return patch
@@ -130,9 +122,74 @@ def budget_of(max_tokens: int, too_long: str, shapes: Any = None) -> Budgeted:  
     return passes.Budget(max_tokens, too_long, *([] if shapes is None else [shapes]))
 
 
-def _install(patch: Patch, layers: ModelLayers) -> None:
-    # Either every site of the patch is bound and its models are marked, or everything stays as it was.
-    replaced = [*layers.entered, *(layer.module for layer in layers.layers if layer.site.attribute == "forward")]
+def _applied(
+    model: object,
+    inner: Model,
+    kernel: str | kernels.Kernel | None,
+    architecture: str | None,
+    prove: bool | str | None,
+    padded_batches: bool | None,
+) -> Patch:
+    patch = status(inner)
+    if padded_batches is None and patch is not None:
+        padded_batches = patch.padded_batches
+    padded = padding.wanted(model, inner, padded_batches)
+    if patch is not None:
+        patch.renew(kernel, architecture, prove, padded)
+    else:
+        layers = ModelLayers(inner, architecture)
+        planned = plan_model(layers, padded)
+        patch = Patch(layers, planned, kernel or "auto", architecture, "unknown" if prove is None else prove)
+        replaced = (layer.module for layer in layers.layers if layer.site.attribute == "forward")
+        _install(patch, [*layers.entered, *replaced])
+    padding.switch(inner, padded)
+    patch.padded_batches = padded_batches
+    if padded:
+        patch.unpacked = None  # batches without padding say nothing of documents, and need not
+    return patch
+
+
+def _applied_to_pairs(
+    inner: Model,
+    stacks: Sequence[Any],
+    kernel: str | kernels.Kernel | None,
+    architecture: str | None,
+    prove: bool | str | None,
+) -> Patch:
+    # An encoder-decoder has three patches: of each stack, and of what is around them.
+    patch = status(inner)
+    if patch is not None:
+        patch.renew(kernel, architecture, prove)
+        return patch
+    layers = ModelLayers(inner, architecture)
+    made: list[Patch] = []
+    try:
+        for stack in stacks:
+            if not takes_no_token_ids(stack):  # an encoder of pictures or sounds stays as it is
+                known = status(stack)
+                of_stack = _applied(stack, stack, kernel, None, False, None)
+                made += [of_stack] if known is None else []
+        patch = Patch(layers, plan_pairs(layers), kernel or "auto", architecture, False)
+        _install(patch, layers.entered)
+    except BaseException:
+        for of_stack in made:
+            of_stack.revert()
+        raise
+    return patch
+
+
+def _refuse_for_pairs(inner: Model, padded_batches: bool | None, budget: Budgeted | None) -> None:
+    asked = "max_tokens" if budget is not None else "padded_batches=True" if padded_batches else ""
+    if asked:
+        raise BadArgument(
+            f"{asked}: expected a model that reads one sequence, found {type(inner).__name__}, an encoder-decoder. "
+            "Leave it out, and give the model packed pairs: sources in one row, targets in another."
+        )
+
+
+def _install(patch: Patch, replaced: Sequence[Any]) -> None:
+    # Either every site of the patch is bound and its models are marked, or everything stays as it was. `replaced` are
+    # the modules whose class's `forward` is replaced.
     for module in replaced:
         own = "forward" in module.__dict__ and module is not patch.model
         if own and not _held_under(module, type(module).forward):

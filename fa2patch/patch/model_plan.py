@@ -10,7 +10,19 @@ from .. import entry_points
 from .._types import Model
 from ..documents.names import LENGTHS
 from ..errors import BadArgument
-from ..upstream import directions, embeddings, heads, inspecting, labels, masks, positions, refusals, windows
+from ..upstream import (
+    cross,
+    directions,
+    embeddings,
+    heads,
+    inspecting,
+    labels,
+    masks,
+    pairs,
+    positions,
+    refusals,
+    windows,
+)
 from ..upstream.facts import Facts, Role, Site, of_forward
 from ..upstream.find_layers import Layer, ModelLayers, carrier
 from ..upstream.forward import entered
@@ -28,6 +40,7 @@ LOOKS: tuple[Callable[[ModelLayers, Facts], Iterable[Site] | None], ...] = (
     refusals.attention,
     directions.look,
     positions.look,
+    cross.look,
     refusals.unclaimed_flash,
     masks.look,
     windows.look,
@@ -79,6 +92,7 @@ class ModelPlan:
     layers: tuple[Layer, ...]  # those that must be given the boundaries, without their modules
     sites: tuple[Site, ...]  # the attributes to replace
     roles: tuple[Role, ...]  # of the models that a call goes through, the outermost first
+    pairs: bool = False  # whether it is an encoder-decoder, whose stacks have patches of their own
 
 
 def plan_model(model: ModelLayers, padded: bool = False) -> ModelPlan:
@@ -121,3 +135,12 @@ def _role(layers: ModelLayers, model: Model, both_ways: bool) -> Role:
         pools=not innermost and heads.pools_documents(model),
         rejected=tuple(name for name in LENGTHS if any(name not in names for names in accepted)),
     )
+
+
+def plan_pairs(model: ModelLayers) -> ModelPlan:
+    facts = Facts(model.architecture)
+    refusals.unreadable_code(model, facts)
+    refusals.config_of_its_row(model, facts)
+    sites = tuple(of_forward(inner, pairs.entered) for inner in model.entered)
+    roles = tuple(Role(inner is model.model, False) for inner in model.entered)
+    return ModelPlan(facts, (), (), sites, roles, pairs=True)

@@ -14,16 +14,16 @@ from .. import kernels
 from .._types import Function
 from ..binding import bind, changing, release, used_by, users, when_imported
 from ..proof import looking
-from ..upstream import embeddings, hooks, other_code
+from ..upstream import embeddings, hooks, other_code, pairs
 from ..upstream.architectures import Architecture
 from ..upstream.calls import refuse_recording
 from ..upstream.find_layers import Layer, ModelLayers
-from ..upstream.find_models import models, named_modules, walked_once
+from ..upstream.find_models import models, named_modules, stacks_of, walked_once
 from ..upstream.forward import SAY_AFTER, entered
 from ..upstream.step import MARK, ROLE, Budgeted, Tally, Trait
 from ..upstream.transformers_names import TRAINERS
 from . import examining
-from .model_plan import ModelPlan, plan_model
+from .model_plan import ModelPlan, plan_model, plan_pairs
 from .padding import of_model
 
 
@@ -146,7 +146,12 @@ class Patch:
         # be patched, the patch stays as it was.
         named = self.named if named is None else named
         layers = ModelLayers(self.model, named)
-        planned = plan_model(layers, self.facts.padded if padded is None else padded)
+        if self.plan.pairs:
+            planned = plan_pairs(layers)
+            for stack in self.stacks:
+                stack.renew(kernel, named, None, padded)
+        else:
+            planned = plan_model(layers, self.facts.padded if padded is None else padded)
         for site in planned.sites:
             site.bind(self)
         self.named = named
@@ -176,15 +181,23 @@ class Patch:
         entered_models = models(self.model)
         for model, role in zip(entered_models, self.plan.roles):
             model.__dict__.update({MARK: self, ROLE: role})
-            hooks.add(model)
+            if not self.plan.pairs:
+                hooks.add(model)
         embeddings.take_apart(self.model)
         if other_code.replaced_on(self.model):
             self.rehooked.append((self.model, "forward", self.model.__dict__["forward"]))
-            self.model.__dict__["forward"] = other_code.entered_first(self.model, entered)
+            own = pairs.entered if self.plan.pairs else entered
+            self.model.__dict__["forward"] = other_code.entered_first(self.model, own)
         for other in _patches():  # apply(model.model) came before apply(model): then one revert must be enough
             if other is not self and other.model in entered_models:
                 other.revert()
         examining.keep_structure(self)
+
+    @property
+    def stacks(self) -> tuple[Patch, ...]:
+        """The patches of the encoder and of the decoder, if the model is an encoder-decoder."""
+        held = stacks_of(self.model) if self.plan.pairs else None
+        return tuple(vars(stack)[MARK] for stack in held or () if MARK in vars(stack))
 
     @property
     def active(self) -> bool:
@@ -204,13 +217,15 @@ class Patch:
             state = states.get((owner, attribute), "off")
             return PatchedLayer(layer.name, layer.seam, owner, attribute, state, kernel, why)
 
-        return tuple(found(layer) for layer in self.attention)
+        own = tuple(found(layer) for layer in self.attention)
+        return own + tuple(layer for stack in self.stacks for layer in stack.layers)
 
     def revert(self) -> None:
         """Remove the patch from this model. Reverting twice is a no-op.
 
         If the model shares its base model with another one that is patched, the base model stays patched for that one.
         """
+        stacks = self.stacks
         with changing(), walked_once():
             modules = named_modules(self.model).values()
             own = {module for module in modules if module.__dict__.get(MARK) is self}
@@ -230,6 +245,8 @@ class Patch:
             for other in _patches():
                 if other.active and not own.isdisjoint(models(other.model)):
                     other.mark()
+        for stack in stacks:
+            stack.revert()
 
     def __enter__(self) -> Patch:
         return self

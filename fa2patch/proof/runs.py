@@ -17,6 +17,7 @@ from ..documents.names import LENGTHS, TOKENS
 from ..documents.trees import Tree
 from ..errors import PackingNotIsolated
 from ..upstream.calls import passed
+from ..upstream.find_models import embedding_in_use
 from . import locate
 from .inputs import RowSlice
 from .split_rows import WholeRows
@@ -154,7 +155,7 @@ def with_leaf(
     # The output of ``model``, and what ``inner`` was given as embeddings first: a leaf, if gradients are enabled and
     # the embeddings were seen. If an engine splits the rows, the leaf is of whole rows.
     split = model if isinstance(model, WholeRows) else None
-    embedding = inner.get_input_embeddings()
+    embedding = embedding_in_use(inner)
     leaf: torch.Tensor | None = None
 
     def given(embedded: torch.Tensor) -> torch.Tensor:
@@ -214,7 +215,7 @@ def outputs_and_embeddings(model: Model, inner: Model, call: Call) -> tuple[torc
         )
     # a compiled model does not see the new hook
     with torch.no_grad():
-        leaf = inner.get_input_embeddings()(call["input_ids"]).detach()
+        leaf = embedding_in_use(inner)(call["input_ids"]).detach()
     leaf.requires_grad_()
     given = {name: value for name, value in call.items() if name != "input_ids"}
     output = getattr(model(**given, inputs_embeds=leaf * 1), "logits", None)

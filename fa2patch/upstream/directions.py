@@ -15,11 +15,11 @@ from .._types import Config, Function, Model
 from ..errors import LayerNotPatchable, UnsupportedModel
 from . import inspecting
 from .facts import Facts
-from .find_layers import ModelLayers
+from .find_layers import Layer, ModelLayers
 from .find_models import named_modules
 from .other_code import is_known
 from .seams.formula import is_causal
-from .transformers_names import MASKING, imported
+from .transformers_names import ENCODED, MASKING, imported
 
 _MAKES = re.compile(r"create_\w*mask\w*")
 _LATER = re.compile(r"causal|tril|triu|future|decoder_attention_mask|_prepare_attn_mask")
@@ -31,10 +31,9 @@ _FLAG = "use_bidirectional_attention"
 
 def look(model: ModelLayers, facts: Facts) -> None:
     _require_said(model)
-    facts.both_ways = any(
-        layer.fused or not is_causal(layer.module, otherwise=not layer.by_itself) for layer in model.attention
-    )
-    facts.contradiction = _contradiction(model.entered, [layer.module for layer in model.attention])
+    own = _without_cross(model)
+    facts.both_ways = any(layer.fused or not is_causal(layer.module, otherwise=not layer.by_itself) for layer in own)
+    facts.contradiction = _contradiction(model.entered, [layer.module for layer in own])
     forwards = [inspecting.forward_of(type(one)) for one in model.entered]
     facts.told_of_types = any(_makers_called(each) and inspecting.takes(each, "token_type_ids") for each in forwards)
     if facts.contradiction and not facts.told_of_types:
@@ -42,6 +41,24 @@ def look(model: ModelLayers, facts: Facts) -> None:
             f"{facts.contradiction}: eager attention would go by the one, every other by the other, and what is right "
             "is not known. Nothing was patched. Change the config so that they agree, or train this model padded."
         )
+
+
+def _without_cross(model: ModelLayers) -> list[Layer]:
+    # Cross attention sees all of its source, and says nothing of the direction. It is in a block that takes an
+    # encoder's states, beside the layer that says it.
+    causal = {layer: is_causal(layer.module, otherwise=not layer.by_itself) for layer in model.attention}
+    taking = {
+        name
+        for name, block in model.text_modules.items()
+        if any(part.isdigit() for part in name.split("."))
+        and inspecting.takes(inspecting.forward_of(type(block)), ENCODED)
+    }
+
+    def block_of(layer: Layer) -> list[str]:
+        return [name for name in taking if layer.name.startswith(f"{name}.")]
+
+    deciding = {name for layer in model.attention if causal[layer] for name in block_of(layer)}
+    return [layer for layer in model.attention if causal[layer] or deciding.isdisjoint(block_of(layer))]
 
 
 def _contradiction(entered: Sequence[Any], layers: Sequence[Any]) -> str:

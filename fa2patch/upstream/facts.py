@@ -30,6 +30,7 @@ class Facts:
     # not the token's place in its document.
     by_column: bool = False
     row_positions: bool = False  # whether embeddings look positions up along the row (DistilBERT up to 4.57)
+    counting: tuple[str, ...] = ()  # modules of the decoder that count positions along the row (BART's kin)
     rope: LengthScaled | None = None  # a rope scaling that depends on the sequence length
     rope_by_document: bool = False  # whether the decoder's rotary modules must get the documents (longrope)
     row_head: str = ""  # how the head computes one result per row, as a text for an error

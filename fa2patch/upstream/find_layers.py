@@ -20,6 +20,7 @@ from .inspecting import is_of_torch
 from .other_code import is_of_model
 from .packed_mask import MASK
 from .seams import formula, interface
+from .seams.bias import computes_bias, with_bias
 from .transformers_names import CALLS_FLASH, EAGER
 
 
@@ -112,7 +113,11 @@ class ModelLayers:
 
 def _only_by_document(layer: Layer, decoder: Model) -> bool:
     # A kernel cannot compute what such a layer does: more than a mask says, or attention of the user's own.
-    if layer.by_itself and formula.says_more(layer.module):
+    if (
+        layer.by_itself
+        and not computes_bias(inspecting.forward_of(type(layer.module)))
+        and formula.says_more(layer.module)
+    ):
         return True
     modeling = inspecting.defining(type(layer.module), "forward").__module__
     config = getattr(layer.module, "config", None) or getattr(decoder, "config", None)
@@ -155,12 +160,14 @@ def _seam_of(module: torch.nn.Module) -> Layer | None:
         return None
     looked_up = interface.interface_of(home, inspecting.forward_of(cls))
     if looked_up is not None:
-        return Layer("", "interface", *looked_up)
-    site = formula.formula_of(home, module)
-    if site is None:
+        site, others = looked_up
+        biased = computes_bias(inspecting.forward_of(cls))
+        return Layer("", "interface", site, (*others, of_forward(module, with_bias)) if biased else others)
+    written_out = formula.formula_of(home, module)
+    if written_out is None:
         return None
-    by_itself = isinstance(site.make, formula.ByFormula) and site.make.classes[1] is None
-    return Layer("", "formula", site, by_itself=by_itself)
+    by_itself = isinstance(written_out.make, formula.ByFormula) and written_out.make.classes[1] is None
+    return Layer("", "formula", written_out, by_itself=by_itself)
 
 
 def claims_flash_attention(model: ModelLayers) -> bool:

@@ -137,13 +137,37 @@ def models(model: Model, modules: Iterable[Any] | None = None) -> list[Any]:
     # These models hold the embedding of the input ids: GPT2LMHeadModel and its `transformer`, also the text side of a
     # vision-language model, but never a vision tower.
     # `modules` are those in the model, if they are at hand.
-    embedding = embedding_of(model)
+    stacks, embedding = stacks_of(model), embedding_of(model)
     inside = [one for one in _models_among(modules or named_modules(model).values()) if "config" in vars(one)]
-    path = [one for one in inside if embedding in named_modules(one).values()]
+    if stacks is not None:  # an encoder-decoder: those around both
+        return [one for one in inside if {*stacks} <= {*named_modules(one).values()} - {one}]
+    path = [one for one in inside if _holds(one, embedding)]
     if path:
         return path
     base = getattr(model, model.base_model_prefix, model) if model.base_model_prefix else model
     return [model] if base is model else [model, base]
+
+
+def stacks_of(model: Any) -> tuple[Any, Any] | None:
+    """The encoder and the decoder of an encoder-decoder, two models inside it; None for any other model."""
+    if not inspecting.takes(inspecting.forward_of(type(model)), "decoder_input_ids"):
+        return None
+    encoder, decoder = model.get_encoder(), model.get_decoder()
+    return encoder, decoder
+
+
+def _holds(model: Model, embedding: torch.nn.Module | None) -> bool:
+    # A stack may have a table of its own with the same weight (T5, BART from 4.46 on).
+    weight = getattr(embedding, "weight", None)
+    modules = named_modules(model).values()
+    return embedding in modules or any(
+        module._parameters.get("weight") is weight for module in modules if isinstance(module, torch.nn.Embedding)
+    )
+
+
+def embedding_in_use(model: Model) -> Any:
+    # The base model may have a table of its own, with the weight of the one that the outermost model names.
+    return embedding_of(models(model)[-1]) or embedding_of(model)
 
 
 def text_modules(decoder: Model) -> dict[str, Any]:
@@ -160,7 +184,16 @@ def embedding_of(model: Model) -> torch.nn.Module | None:
     try:
         embedding: torch.nn.Module | None = model.get_input_embeddings()
     except (AttributeError, NotImplementedError):
-        return None
+        # stacks of BART's kin say nothing of it up to 4.5x
+        rows = getattr(model.config, "vocab_size", None)
+        return next(
+            (
+                child
+                for child in model.children()
+                if isinstance(child, torch.nn.Embedding) and len(child.weight) == rows
+            ),
+            None,
+        )
     return embedding
 
 

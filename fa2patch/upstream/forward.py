@@ -25,7 +25,7 @@ from ..documents import given_boundaries
 from ..documents.names import IGNORED_LABEL, LABELS, LENGTHS, PARENTS, REAL
 from ..documents.tensors import described
 from ..errors import BadBatch, NothingPacked, PackingNotIsolated
-from . import attached, caches, heads, inspecting, labels, other_code, positions
+from . import attached, caches, cross, heads, inspecting, labels, other_code, positions
 from .calls import Calls, batch_shape, is_for_queries, passed
 from .facts import Role
 from .find_documents import packed_mask_of
@@ -33,6 +33,7 @@ from .find_layers import Layer
 from .find_models import models
 from .packed_mask import MASK, PackedMask, mask_among
 from .seams import document
+from .seams.counting import StackOfRow
 from .step import MARK, PADDING, ROLE, Patched, Step
 from .ulysses import row_part
 
@@ -250,6 +251,7 @@ def prepare(step: Step) -> Callable[[Step, Any], Any]:
     labels.before(step)
     heads.before(step)
     positions.before(step)
+    cross.before(step)
     # training needs no cache, and no decoding step could tell its documents apart;
     # a model around the innermost one may not take use_cache (Qwen3.5 in 5.10)
     packed = (step.passes_mask or step.mask_received) and not step.patch.facts.keeps_cache
@@ -259,9 +261,10 @@ def prepare(step: Step) -> Callable[[Step, Any], Any]:
         trait.before(step, found)
     if step.mask is None:
         return _call_dense
-    if step.mask_received:
+    if step.mask_received and not step.role.outermost:
         return _call_with_mask
-    return _call_with_mask_checked if step.passes_mask else _call_with_mask_attached
+    # the outermost model of a stack receives it of the encoder-decoder around it
+    return _call_with_mask_checked if step.passes_mask or step.mask_received else _call_with_mask_attached
 
 
 # 4. A dense batch is computed as without fa2patch
@@ -357,6 +360,8 @@ def _call_with_mask(step: Step, mask: PackedMask) -> Any:
             step.call.pop(name, None)
         if step.patch.facts.by_document:
             return document.computed(step, mask)
+        if step.patch.facts.counting:
+            return step.calls.make(StackOfRow(step.module, mask, step.patch.facts.counting), step.args, step.call)
     return step.calls.make(step.module, step.args, step.call)
 
 

@@ -29,7 +29,7 @@ from .other_code import where_defined
 from .packed_mask import PackedMask
 from .splitting import Documents
 from .step import MARK, Patched, Step
-from .transformers_names import POOLED_LOGITS
+from .transformers_names import ENCODED_MASK, POOLED_LOGITS
 
 # arguments with a position in each row, or a label for each row
 _ROW_ARGUMENTS = (
@@ -117,7 +117,7 @@ def one_result_per_row(model: Model) -> str:
 _OF_MEDIA = re.compile(
     r"pixel|image|video|audio|vision|grid|feature|patch|aspect|rope_deltas|second_per|logits_to_keep"
 )
-_OF_THE_BATCH = ("num_items_in_batch", "cache_position", *LENGTHS)
+_OF_THE_BATCH = (ENCODED_MASK, "num_items_in_batch", "cache_position", *LENGTHS)
 
 
 def refuse_arguments_of_rows(model: Model, call: Call, mask: PackedMask, looked_at: tuple[str, ...]) -> None:

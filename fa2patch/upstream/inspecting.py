@@ -144,12 +144,12 @@ def variables_of(function: object) -> frozenset[str]:
 
 def methods_called(method: object) -> list[str]:
     # The result is in the order of the code.
-    itself = getattr(code_of(method), "co_varnames", ())[:1]
+    itself = getattr(code_of(method), "co_varnames", ())[:1]  # functions inside it may use it, too
     instructions = _instructions(method)
     return [
         str(then.argval)
         for load, then in zip(instructions, instructions[1:])
-        if load.opname.startswith("LOAD_FAST") and load.argval in itself and _looks_up_a_method(then)
+        if load.opname.startswith(("LOAD_FAST", "LOAD_DEREF")) and load.argval in itself and _looks_up_a_method(then)
     ]
 
 

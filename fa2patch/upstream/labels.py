@@ -131,6 +131,10 @@ def predicts_the_next(model: Model, sees_both_ways: bool) -> bool:
     return head is not None or any(isinstance(weight, torch.Tensor) and weight.shape[0] == rows for weight in own)
 
 
+def shifts_in_its_loss(model: Model) -> bool:
+    return loaded(LOSSES) is not None and _loss_function(model) is loaded(LOSSES).ForCausalLMLoss
+
+
 def _loss_function(model: Model) -> Any:
     # The model's forward uses `loss_function` from 4.46 on.
     asks = any(inspecting.reads_name(forward, "loss_function") for forward in inspecting.forwards_that_run(type(model)))

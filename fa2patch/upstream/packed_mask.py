@@ -57,6 +57,8 @@ class PackedMask:
     real: torch.Tensor | None = field(default=None, repr=False)
     # The part of every row that this process holds. `shape` and `position_ids` are then those of the part.
     part: RowPart | None = None
+    cross: PackedMask | None = None  # that of cross attention, if the decoder does not hand it on
+    keys_of: int | None = None  # the length of the sources' row, in the mask of cross attention
     # the attention layer being computed, which only the formula seam sets
     layer: torch.nn.Module | None = field(default=None, repr=False)
     # the layers that were given the boundaries, in order; None for an unknown layer or in a compiled graph
@@ -75,7 +77,9 @@ class PackedMask:
         """Compute packed attention for a layer: ``[batch, length, query heads, value head dim]``."""
         captured = compiling()  # asked here, as dynamo may trace this function alone
         self.calls.append(None if captured else module)
-        if not self.facts.both_ways and getattr(module, "is_causal", True) is False:
+        if self.boundaries.sources is not None:
+            options = replace(options, causal=False)
+        elif not self.facts.both_ways and getattr(module, "is_causal", True) is False:
             raise PackingNotIsolated(
                 f"{type(module).__name__} has is_causal=False, and had it not when the model was patched: labels and "
                 "masks were planned for a causal model. Call fa2patch.apply(model) again."
@@ -95,13 +99,12 @@ class PackedMask:
             q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
         if self.part is not None:
             q, k, v, options = self.part.all_tokens(q, k, v, options)
-        trees, spans = documents.parents is not None, documents.until is not None
-        if trees or spans:
+        if documents.parents is not None or documents.until is not None:
             options = self._as_documents_ask(module, options)
         if captured:
-            kernel = self.picks.captured(q, k, v, options, trees, spans)
+            kernel = self.picks.captured(q, k, v, options, documents)
         else:
-            kernel = self.picks(module, asked_by(q, k, v, options, trees, spans), q.device)
+            kernel = self.picks(module, asked_by(q, k, v, options, documents), q.device)
         output = packed_attention(q, k, v, documents, options, kernel)
         if kind is not None and weight is not None:
             prepared = self.picks.prepared
@@ -148,10 +151,11 @@ class PackedMask:
             if name not in LOOKED_AT and isinstance(asked[name], torch.Tensor):
                 return None
         (rows, heads, length, dim), of_key, of_value = query.shape, key.shape, value.shape
-        if not (rows == of_key[0] == of_value[0] and length == of_key[2] == of_value[2]):
+        own = documents.sources is None
+        if of_key[:3:2] != of_value[:3:2] or (own and not (rows == of_key[0] and length == of_key[2])):
             return None
         return (
-            id(layer), getattr(layer, "is_causal", None), self.window, documents.parents is None, heads, of_key[1],
+            id(layer), own, getattr(layer, "is_causal", None), self.window, documents.parents is None, heads, of_key[1],
             of_value[1], dim, of_value[3], dtype, key.dtype, value.dtype, query.device,
             autocast_dtype(query) if dtype is torch.float32 else None,
             torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad),

@@ -36,7 +36,9 @@ def look(model: ModelLayers, facts: Facts) -> list[Site]:
     facts.row_positions = bool(along) and not model.by_document
     # A decoder whose forward reads no position ids counts positions along the row, by what embeds them.
     names = chain(modules, (name for name, _ in decoder.named_parameters()))
-    unreachable = "" if reads or _may_read_ids(decoder) else next(filter(_POSITIONS.search, names), "")
+    deep = [] if reads or _may_read_ids(decoder) else list(filter(_POSITIONS.search, names))
+    facts.counting = tuple(dict.fromkeys(name.split(".")[0] for name in deep if name.split(".")[0] in decoder._modules))
+    unreachable = next((name for name in deep if name.split(".")[0] not in facts.counting), "")
     if unreachable:
         raise UnsupportedModel(
             f"{type(decoder).__name__}.forward reads no position_ids in this version of Transformers, and positions "

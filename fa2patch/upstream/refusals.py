@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from .._types import Model
 from ..errors import LayerNotPatchable, UnsupportedModel
 from . import inspecting
 from .architectures import row_of
 from .facts import Facts, Site
 from .find_layers import ModelLayers, blocks_without, claims_flash_attention
-from .find_models import is_transformers_model, named_modules, takes_no_token_ids, token_embeddings
+from .find_models import named_modules, takes_no_token_ids, token_embeddings
+from .seams.bias import computes_bias
 from .step import Step, Trait
 from .transformers_names import ATTENTION_FUNCTIONS
 
@@ -22,18 +21,6 @@ ENCODED = "encoder_hidden_states"
 def kind(model: ModelLayers, facts: Facts) -> None:
     if takes_no_token_ids(model.model):
         token_embeddings(model.model)  # raises the error that verify raises, too
-    two = [one for one in model.entered if getattr(one.config, "is_encoder_decoder", False)]
-    if two:  # an outer config says nothing of its text side's: InstructBLIP
-        inner = sorted(name for name, module in model.modules.items() if name and is_transformers_model(module))
-        # a config does not say whether it is the whole's or a stack's: T5EncoderModel's does up to 4.48
-        whole = any(not later.startswith(f"{name}.") for name, later in zip(inner, inner[1:]))
-        what = "an encoder-decoder" if whole else "a stack of an encoder-decoder, as config.is_encoder_decoder says"
-        which = "is" if two[0] is model.model else f"holds {type(two[0]).__name__}, which is"
-        raise UnsupportedModel(
-            f"{model} {which} {what}: fa2patch packs models that read one sequence, decoders such as Llama and "
-            f"encoders such as BERT{'' if whole else ', and not yet the stacks of those that read two'}. Train it "
-            "padded."
-        )
 
 
 def unreadable_code(model: ModelLayers, facts: Facts) -> None:
@@ -73,12 +60,6 @@ def mixers_without_boundaries(model: ModelLayers, facts: Facts) -> list[Site]:
 
 def attention(model: ModelLayers, facts: Facts) -> list[Site]:
     _require_layers(model)
-    found = _attention_to_an_encoder(model.text_modules, {layer.name for layer in model.attention})
-    if found:
-        raise UnsupportedModel(
-            f"{type(model.decoder).__name__} attends to an encoder's states: {found}. fa2patch packs models "
-            "that read one sequence. Nothing was patched. Train this model padded."
-        )
     return [site for layer in model.attention for site in (layer.site, *layer.others) if layer.seam != "document"]
 
 
@@ -104,36 +85,12 @@ def _require_layers(model: ModelLayers) -> None:
     )
 
 
-def _attention_to_an_encoder(modules: dict[str, Any], attention: set[str]) -> str:
-    # Blocks of GPT-2 and BERT always take an encoder's states, and have a second attention layer only if the config
-    # asks for it. So both signs are needed. What holds the list of the decoder's blocks is no block; a block may hold a
-    # list of its parts, as T5's does.
-    own = (cls for cls in {*map(type, modules.values())} if not inspecting.is_of_torch(cls))
-    taking = {cls for cls in own if inspecting.takes(inspecting.forward_of(cls), ENCODED)}
-    for name, block in modules.items():
-        if name in attention or type(block) not in taking:
-            continue
-        inside = [layer[len(name) + 1 :] for layer in attention if layer.startswith(f"{name}.")]
-        between = {".".join(path.split(".")[:end]) for path in inside for end in range(1, path.count(".") + 1)}
-        in_lists = any(isinstance(block.get_submodule(path), torch.nn.ModuleList) for path in between)
-        if len(inside) > 1 and (not in_lists or any(part.isdigit() for part in name.split("."))):
-            return f"{name} ({type(block).__name__}) takes {ENCODED} and holds {' and '.join(inside)}"
-    return ""
-
-
 def unclaimed_flash(model: ModelLayers, facts: Facts) -> None:
     # A model without `_supports_flash_attn` passes if a layer has another seam than the interface, or if its
     # architecture is registered or was named in `apply`.
-    if not model.attention or model.vouched or claims_flash_attention(model):
+    biased = all(computes_bias(inspecting.forward_of(type(layer.module))) for layer in model.attention)
+    if biased or model.vouched or claims_flash_attention(model):
         return
-    for layer in model.attention:
-        for name, inside in named_modules(layer.module).items():
-            if type(inside) is torch.nn.Embedding:  # T5 holds relative positions in such a table
-                raise UnsupportedModel(
-                    f"{model} adds to its attention scores what {layer.name}.{name} holds, which depends on two "
-                    "tokens' distance and which packed attention has no way to say in this version of Transformers. "
-                    "Nothing was patched. Train this model padded."
-                )
     raise UnsupportedModel(
         f"{model} does not claim flash attention (_supports_flash_attn): its attention may look at more than "
         "boundaries can say. Nothing was patched. If it is ordinary attention, say so: "

@@ -38,6 +38,16 @@ CALLS_FLASH = "_flash_attention_forward"
 # ModernBERT's method (4.48 to 5.0), which returns a mask for global and one for local layers
 TWO_MASKS = "_update_attention_mask"
 
+# Functions of a modeling module that make a decoder's inputs of labels
+SHIFTS = ("shift_tokens_right",)
+
+# The arguments by which a decoder gets an encoder's states and the mask of their padding
+ENCODED, ENCODED_MASK = "encoder_hidden_states", "encoder_attention_mask"
+
+# The method of a layer that looks up a bias for each distance, and the flag of layers with such a table (T5's kin)
+COMPUTES_BIAS, HAS_BIAS = "compute_bias", "has_relative_attention_bias"
+BIAS = "position_bias"  # the argument by which it hands its bias to the layers behind it
+
 # Methods of a model that make 4-D masks
 MASK_METHODS = (
     "_update_causal_mask",  # 4.38 to 4.52

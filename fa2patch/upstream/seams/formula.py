@@ -12,7 +12,7 @@ import re
 import sys
 import types
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from types import MappingProxyType, ModuleType
 from typing import Any
@@ -20,12 +20,14 @@ from typing import Any
 import torch
 
 from ..._types import Function
-from .. import caches, inspecting, rope, splitting
+from .. import caches, inspecting
 from ..facts import Site
 from ..other_code import require_of_model
 from ..packed_mask import PackedMask, mask_among
-from ..transformers_names import CALLS_FLASH, EACH_MODEL
+from ..transformers_names import BIAS, CALLS_FLASH, EACH_MODEL
 from . import torch_of_formulas
+from .bias import computes_bias, of_longest
+from .layer_of_row import ROTARY, SWITCH, LayerOfRow, says_who_sees
 from .scores import FormulaMask, Products, Scores
 
 MASKS = ("attention_mask", "mask")
@@ -34,7 +36,7 @@ EAGER, FLASH = "eager", "flash_attention_2"
 # These optional arguments add nothing to the scores of a packed batch, and neither do caches.
 _HARMLESS = {
     *MASKS, "head_mask", "layer_head_mask", "encoder_hidden_states", "encoder_attention_mask",
-    "output_attentions", "use_cache", "position_ids", "cache_position",
+    "key_value_states", "output_attentions", "use_cache", "position_ids", "cache_position",
 }  # fmt: skip
 
 
@@ -69,13 +71,7 @@ def says_more(module: torch.nn.Module) -> bool:
         or any(_adds(child, type(module).__module__) for child in module.children())
         or any(each.name not in harmless for each in optional)
         or any(says_who_sees(buffer) and not _is_triangle(buffer) for buffer in module._buffers.values())
-        or inspecting.reads_name(forward, "bmm")
     )
-
-
-def says_who_sees(buffer: torch.Tensor | None) -> bool:
-    # ``[1, 1, queries, keys]`` (GPT-NeoX from 4.36 to 4.46)
-    return buffer is not None and buffer.dtype == torch.bool and buffer.dim() == 4
 
 
 def _is_triangle(sees: Any) -> bool:
@@ -204,7 +200,7 @@ def by_formula(
     # and that hold the formula, and ``windows``.
     eager = inspect.unwrap(eager or original)
     names, taken = inspecting.parameter_names(original)[1:], inspecting.parameter_names(eager)[1:]
-    casts = inspecting.casts_states(original)
+    casts, biased = inspecting.casts_states(original), computes_bias(eager)
     formula, helpers = with_scores(eager), {name: with_scores(method) for name, method in methods.items()}
 
     @functools.wraps(original)
@@ -213,11 +209,23 @@ def by_formula(
         if mask is None:
             return original(self, *args, **kwargs)
         window = None if windows is None else windows.of_layer(self)
-        of_layer = FormulaMask.of(mask, self, is_causal(self, windows is not None), window, casts)
+        causal = is_causal(self, windows is not None)
+        of_layer = FormulaMask.of(mask, self, causal, window, casts)
+
+        def own(value: Any) -> Any:  # BERT's layers are handed the mask of cross attention beside their own
+            if value is mask:
+                return of_layer
+            return FormulaMask.of(value, self, causal, None, casts) if isinstance(value, PackedMask) else value
+
         given = {**dict(zip(names, args)), **kwargs}
-        call = {name: of_layer if value is mask else value for name, value in given.items() if name in taken}
-        stands_in = helpers or self._buffers or not _ROTARY.isdisjoint(self._modules) or SWITCH in vars(self)
-        layer = LayerOfRow(self, of_layer, helpers) if stands_in else self
+        call = {name: own(value) for name, value in given.items() if name in taken}
+        more = helpers
+        if biased:
+            more = {**helpers, **of_longest(self, of_layer)}
+            if call.get(BIAS) is not None:  # of the layer before
+                call[BIAS] = replace(of_layer, bias=call[BIAS])
+        stands_in = more or self._buffers or not ROTARY.isdisjoint(self._modules) or SWITCH in vars(self)
+        layer = LayerOfRow(self, of_layer, more) if stands_in else self
         return without_weights(formula(layer, **call))
 
     return forward
@@ -251,8 +259,10 @@ def routed_table(original: dict[str, Function]) -> dict[str, Function]:
 
 def without_weights(output: Any) -> Any:
     # A layer also returns weights if its config says so, and kernels make none.
-    if isinstance(output, tuple) and Scores in map(type, output):
-        return tuple(None if isinstance(each, Scores) else each for each in output)
+    if isinstance(output, tuple) and not {Scores, FormulaMask}.isdisjoint(map(type, output)):
+        return tuple(
+            each.bias if type(each) is FormulaMask else None if type(each) is Scores else each for each in output
+        )
     return output
 
 
@@ -305,63 +315,3 @@ def _chooses_sdpa(layer: Any) -> bool:
 def _unrepeated(states: torch.Tensor, times: int) -> torch.Tensor:
     # This takes the place of ``repeat_kv``, because kernels let several query heads share a key head.
     return states
-
-
-# Rotary modules inside of layers (up to 4.47), which are given the length of the row
-
-_ROTARY = frozenset(rope.MODULES)
-
-SWITCH = "_use_sdpa"  # by it, Falcon's eager class chooses between its formula and sdpa (4.36 on)
-
-
-class LayerOfRow:
-    """Stands in for a layer in one packed call, if it has a rotary module, a buffer or a method with the formula."""
-
-    def __init__(self, module: Any, mask: PackedMask, helpers: Mapping[str, Function]) -> None:
-        self._module = module
-        known = vars(self)
-        # found without __getattr__, which is called for every other name
-        known.update({**vars(module), **module._parameters, **module._modules})
-        for name, value in module._buffers.items():
-            known[name] = mask if says_who_sees(value) else value
-        for name in rope.MODULES:
-            if name in known:
-                known[name] = RotaryOfRow(known[name], mask)
-        if SWITCH in known:
-            known[SWITCH] = True
-        for name, helper in helpers.items():
-            known[name] = types.MethodType(helper, self)
-
-    def __getattr__(self, name: str) -> Any:
-        value = getattr(self._module, name)
-        # a helper must see this object as self too
-        return types.MethodType(value.__func__, self) if inspect.ismethod(value) else value
-
-
-class RotaryOfRow:
-    """Stands in for a layer's rotary module during one packed call, and corrects the length that it is given."""
-
-    def __init__(self, module: Any, mask: PackedMask) -> None:
-        self._module, self._mask = module, mask
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
-
-    def __call__(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        mask = self._mask
-        names = inspecting.parameter_names(self._module.forward)
-        if names[:2] == ["query", "key"]:
-            return self._of_old_falcon(x, *args, **kwargs)
-        call = dict(zip(names[1:], args), **kwargs)
-        scaled = mask.facts.rope
-        if scaled is not None and scaled.kind == "longrope":
-            position_ids = call.pop("position_ids")
-            return splitting.rotary_of_each(self._module, x, position_ids, mask.boundaries, call)
-        if call.get("seq_len") is not None:
-            call["seq_len"] = mask.positions if scaled is not None else max(mask.positions, call["seq_len"])
-        return self._module(x, **call)
-
-    def _of_old_falcon(self, query: Any, key: Any, past_length: int, position_ids: Any) -> Any:
-        # In 4.34 and 4.35, Falcon's module sizes and scales its table by the row's plus the cache's length.
-        beyond = self._mask.positions - query.shape[1]
-        return self._module(query, key, beyond if self._mask.facts.rope is not None else max(0, beyond), position_ids)

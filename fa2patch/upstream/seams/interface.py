@@ -24,6 +24,7 @@ from ..other_code import require_of_model
 from ..packed_mask import PackedMask
 from ..prepared import LOOKED_AT
 from ..transformers_names import ATTENTION_FUNCTIONS, EAGER
+from .layer_of_row import LayerOfRow
 
 
 def interface_of(modeling: ModuleType, forward: Function) -> tuple[Site, tuple[Site, ...]] | None:
@@ -46,6 +47,8 @@ def routed(original: Function) -> Function:
         mask = args[0] if args else kwargs.get("attention_mask")
         if not isinstance(mask, PackedMask):
             return original(module, query, key, value, *args, **kwargs)
+        if type(module) is LayerOfRow:
+            module = module.layer
         home, kind = type(module).__module__, None
         if compiling():
             require_of_model(original, module)

@@ -6,7 +6,7 @@ when it is multiplied by the values. ``FormulaMask`` answers layers that call ``
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from ..packed_mask import PackedMask
 
 _SOFTMAX = (functional.softmax, torch.softmax, torch.Tensor.softmax)
 _MATMUL = (torch.matmul, torch.bmm, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.Tensor.bmm)
+_SUMS = (torch.add, torch.Tensor.add, torch.Tensor.__add__)
 _PRODUCTS = (torch.mul, torch.multiply, torch.Tensor.mul, torch.Tensor.__mul__, torch.Tensor.__rmul__)
 # Qwen2-VL (4.45 to 4.52) looks for infinite scores in float16. A kernel makes none.
 _AS_THEY_ARE = (torch.isinf, torch.zeros_like)
@@ -37,6 +38,7 @@ class FormulaMask(PackedMask):
     """The packed mask of a layer whose own formula is computed."""
 
     causal: bool = True
+    bias: torch.Tensor | None = None  # [1, heads, longest, longest], which was added to it
     casts: bool = False  # as for PackedMask.attend
 
     @classmethod
@@ -49,13 +51,13 @@ class FormulaMask(PackedMask):
 
     def attended(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
         # q, k and v are ``[batch, heads, length, dim]``, and the output is a view in that layout.
-        said = Options(causal=self.causal, **options)
+        said = Options(causal=self.causal, bias=self.bias, **options)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         return self.attend(self.layer, q, k, v, said, casts=self.casts).transpose(1, 2)
 
     def size(self, dim: int | None = None) -> tuple[int, ...] | int:
         # Up to 4.39, eager code compares it with the size of a 4-D mask.
-        size = (self.shape[0], 1, self.shape[1], self.shape[1])
+        size = (self.shape[0], 1, self.shape[1], self.keys_of or self.shape[1])
         return size if dim is None else size[dim]
 
     expand_as = PackedMask._as_it_is  # DistilBERT (4.34 to 4.56) compares its mask with 0 and expands it to its scores
@@ -73,6 +75,8 @@ class FormulaMask(PackedMask):
             given = {**dict(zip(("query", "key", "value", "attn_mask", "dropout_p"), args)), **(kwargs or {})}
             q, k, v, mask = (given[name] for name in ("query", "key", "value", "attn_mask"))
             return mask.attended(q, k, v, scale=given.get("scale"), dropout=given.get("dropout_p", 0.0))
+        if function in _SUMS and isinstance(args[0], torch.Tensor) and isinstance(args[1], cls):
+            return replace(args[1], bias=args[0])
         if any(isinstance(value, Scores) for value in args):
             return Scores.__torch_function__(function, types, args, kwargs)
         return super().__torch_function__(function, types, args, kwargs)

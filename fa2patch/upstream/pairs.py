@@ -1,0 +1,122 @@
+"""The forward of an encoder-decoder: sources in one row, targets in another, source i with target i.
+
+The outermost model finds where the documents of both rows start, and hands each stack a packed mask: the sources' as
+``attention_mask``, the targets' as ``decoder_attention_mask``. The stacks are patched as models of their own
+(``forward.py``), and the decoder makes the mask of its cross attention of both (``cross.py``).
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from typing import Any
+
+import torch
+
+from .._types import Call, Function, Model
+from ..documents.names import LABELS, LENGTHS, TOKENS
+from ..errors import BadBatch
+from . import inspecting, other_code
+from .calls import Calls, passed
+from .cross import require_pairs
+from .find_documents import packed_mask_of
+from .find_models import stacks_of
+from .labels import inside_documents, shifts_in_its_loss
+from .packed_mask import MASK, PackedMask
+from .splitting import Documents
+from .step import MARK
+from .transformers_names import SHIFTS
+
+# The arguments that say where documents start. Those of the targets have this prefix.
+SAYS = ("position_ids", *LENGTHS)
+OF_TARGETS = "decoder_"
+
+_SAY = (*SAYS, *[OF_TARGETS + name for name in SAYS])
+
+
+def entered(original: Function) -> Function:
+    """Return the replacement for the ``forward`` of an encoder-decoder."""
+    calls = Calls(original)
+
+    @functools.wraps(original)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        patch = self.__dict__.get(MARK)
+        call = calls.named(args, kwargs) if patch is not None and patch.model is self else None
+        if call is None:  # a model inside is handed what the outermost one has found
+            return original(self, *args, **kwargs)
+        return calls.make(self, args, _with_masks(self, call))
+
+    other_code.ours(forward)
+    shown = [name for name in ("position_ids", "decoder_position_ids") if not calls.takes(name)]
+    extra = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in shown]
+    inspecting.show_parameters(forward, [*inspecting.parameters(original), *extra])  # Trainer drops other columns
+    return forward
+
+
+def _with_masks(model: Model, call: Call) -> Call:
+    encoder, decoder = stacks_of(model) or (None, None)
+    training = model.training and torch.is_grad_enabled()
+    of_sources = passed(call, (*TOKENS, MASK, *SAYS))
+    encoded = call.get("encoder_outputs")
+    if encoded is not None:  # sources that were encoded before
+        of_sources[TOKENS[1]] = encoded[0]
+    of_targets = {name: call.get(OF_TARGETS + name) for name in (*TOKENS, MASK, *SAYS)}
+    made = of_targets[TOKENS[0]] is None and of_targets[TOKENS[1]] is None and call.get(LABELS[0]) is not None
+    if made:
+        of_targets[TOKENS[0]] = call[LABELS[0]]
+    sources, targets = _mask_of(encoder, of_sources, training), _mask_of(decoder, of_targets, training)
+    call = {name: value for name, value in call.items() if name not in _SAY}
+    if sources is None and targets is None:
+        return call
+    if sources is not None:
+        call[MASK] = sources
+    if targets is None or (sources is None and passed(of_sources, TOKENS)):
+        _refuse_half(sources, targets)
+    assert targets is not None, "else it was refused"
+    if sources is not None:
+        require_pairs(sources.boundaries, targets.boundaries)
+    call[OF_TARGETS + MASK] = targets
+    call["use_cache"] = False
+    if made:
+        call[OF_TARGETS + TOKENS[0]] = _shifted(model, call[LABELS[0]], targets)
+    if shifts_in_its_loss(model) and call.get(LABELS[0]) is not None:  # as VisionEncoderDecoder in 4.57
+        call[LABELS[0]] = inside_documents(call[LABELS[0]], targets.boundaries, LABELS[0], targets.shape, None)
+    return call
+
+
+def _mask_of(stack: Any, call: Call, training: bool) -> PackedMask | None:
+    # None: the batch is dense, or the stack reads no tokens (pictures, sounds).
+    patch = vars(stack).get(MARK)
+    return None if patch is None or not passed(call, TOKENS) else packed_mask_of({**call}, patch, training=training)
+
+
+def _refuse_half(sources: PackedMask | None, targets: PackedMask | None) -> None:
+    there, missing, prefix = ("targets", "sources", "") if sources is None else ("sources", "targets", OF_TARGETS)
+    raise BadBatch(
+        f"the {there} of this batch are packed and its {missing} are not: expected {prefix}position_ids that restart "
+        f"with each document, or {prefix}cu_seq_lens_q. Source i belongs to target i, in one row each."
+    )
+
+
+def _shifted(model: Any, labels: torch.Tensor, targets: PackedMask) -> torch.Tensor:
+    # The model itself makes a decoder's inputs of labels, here of each document, as rows that are padded right.
+    shift = getattr(model, "prepare_decoder_input_ids_from_labels", None) or _own_shift(model)
+    if shift is None:
+        raise BadBatch(
+            f"{type(model).__name__} does not say how it makes decoder_input_ids of labels: expected decoder_input_ids "
+            "beside labels that are packed, shifted in each document."
+        )
+    documents = Documents(targets.boundaries, targets.shape)
+    shifted: torch.Tensor = documents.join([shift(piece) for piece in documents.split(labels)])
+    return shifted
+
+
+def _own_shift(model: Any) -> Function | None:
+    forward = inspecting.forward_of(type(model))
+    name = next((name for name in SHIFTS if inspecting.reads_name(forward, name)), None)
+    if name is None:
+        return None
+    shift = vars(sys.modules[forward.__module__])[name]
+    settings = [getattr(model.config, said) for said in inspecting.parameter_names(shift)[1:]]
+    return lambda labels: shift(labels, *settings)

@@ -1,0 +1,229 @@
+"""Encoder-decoders packed: sources in one row, targets in another, each pair as it is alone."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from pairs import FAMILIES, SPOKEN, alone, built, gradients, pairs
+
+import fa2patch
+from compat_matrix.check.compare import assert_same_gradients
+from fa2patch.errors import BadBatch, PackingNotIsolated
+
+WRITTEN = [family for family in FAMILIES if family not in SPOKEN]
+
+
+def computed(model, batch):
+    model.zero_grad()
+    output = model(**batch)
+    output.loss.backward()
+    return output.loss.item(), output.logits[0].detach(), gradients(model)
+
+
+def assert_equal(found, expected):
+    assert found[0] == pytest.approx(expected[0], rel=1e-5)
+    torch.testing.assert_close(found[1], expected[1], rtol=1e-4, atol=1e-4)
+    assert_same_gradients(found[2], expected[2], 1e-4, 0.01)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_pair_is_computed_as_alone(family, implementation):
+    try:
+        model = built(family, implementation)
+    except ValueError as error:
+        pytest.skip(str(error))  # upstream has no sdpa
+    batch = pairs(family)
+    expected = alone(model, batch)
+    fa2patch.apply(model)
+    assert_equal(computed(model, batch.packed()), expected)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_nothing_crosses_from_one_pair_to_another(family):
+    # in no attention: that of sources, that of targets, and that of targets to sources
+    model, batch = built(family), pairs(family)
+    fa2patch.apply(model)
+    before = model(**batch.packed()).logits[0]
+    changed = pairs(family)
+    changed.sources[2] = changed.sources[2].roll(1, -1)
+    changed.targets[2] = (changed.targets[2] + 5) % 60 + 3
+    after = model(**changed.packed()).logits[0]
+    lengths = [target.shape[1] for target in batch.targets]
+    moved = [(one - other).abs().max().item() for one, other in zip(before.split(lengths), after.split(lengths))]
+    assert moved[2] > 0.01
+    assert [value for at, value in enumerate(moved) if at != 2] == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_gradient_crosses(family):
+    # of one pair's outputs to the embeddings of others; sounds are no embeddings
+    model, batch = built(family), pairs(family)
+    fa2patch.apply(model)
+    packed = batch.packed()
+    kept = {}
+    hooks = (
+        [
+            stack.get_input_embeddings().register_forward_hook(lambda module, args, output: output.requires_grad_())
+            for stack in (model.get_encoder(), model.get_decoder())
+            if stack.get_input_embeddings() is not None
+        ]
+        if family == "t5"
+        else []
+    )
+    if hooks:
+        for stack, name in ((model.get_encoder(), "sources"), (model.get_decoder(), "targets")):
+            stack.embed_tokens.register_forward_hook(
+                lambda module, args, output, name=name: kept.__setitem__(name, output.retain_grad() or output)
+            )
+        lengths = [target.shape[1] for target in batch.targets]
+        model(**packed).logits[0].split(lengths)[2].square().sum().backward()
+        for name, rows in (("sources", batch.sources), ("targets", batch.targets)):
+            sizes = [piece.abs().max().item() for piece in kept[name].grad[0].split([row.shape[1] for row in rows])]
+            assert sizes[2] > 0 and [size for at, size in enumerate(sizes) if at != 2] == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("family", WRITTEN)
+def test_dense_batches_and_generation_are_as_before(family):
+    model, batch = built(family), pairs(family)
+    padded = batch.padded(model.config.pad_token_id)
+    before = computed(model, padded)
+    asked = {"max_new_tokens": 5, "num_beams": 2, "attention_mask": padded["attention_mask"]}
+    generated = model.generate(padded["input_ids"], **asked)
+    fa2patch.apply(model)
+    after = computed(model, padded)
+    assert after[0] == before[0] and torch.equal(after[1], before[1])
+    assert torch.equal(model.generate(padded["input_ids"], **asked), generated)
+
+
+def numbers(rows):
+    return torch.cat([torch.full((row.shape[1],), at + 1) for at, row in enumerate(rows)])[None]
+
+
+def lengths_of(rows, prefix=""):
+    ends = torch.tensor([0, *(row.shape[1] for row in rows)]).cumsum(0, dtype=torch.int32)
+    longest = max(row.shape[1] for row in rows)
+    said = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
+    return {prefix + name: value for name, value in said.items()}
+
+
+@pytest.mark.parametrize("family", ["t5", "bart"])
+def test_documents_are_said_by_positions_or_lengths_or_numbers(family):
+    model, batch = built(family), pairs(family)
+    fa2patch.apply(model)
+    packed = batch.packed()
+    tokens = {name: packed[name] for name in ("input_ids", "labels")}
+    expected = model(**packed).logits
+    by_length = {**lengths_of(batch.sources), **lengths_of(batch.targets, "decoder_")}
+    by_number = {"attention_mask": numbers(batch.sources), "decoder_attention_mask": numbers(batch.targets)}
+    for said in (by_length, by_number):
+        assert torch.equal(model(**tokens, **said).logits, expected)
+
+
+@pytest.mark.parametrize("family", ["t5", "bart", "mbart"])
+def test_decoder_inputs_may_be_given(family):
+    model, batch = built(family), pairs(family)
+    shift = model.prepare_decoder_input_ids_from_labels
+    given = torch.cat([shift(labels=target) for target in batch.targets], 1)
+    fa2patch.apply(model)
+    packed = batch.packed()
+    assert torch.equal(model(**packed, decoder_input_ids=given).logits, model(**packed).logits)
+
+
+@pytest.mark.parametrize("family", ["t5", "bart"])
+def test_sources_that_were_encoded_before(family):
+    model, batch = built(family), pairs(family)
+    fa2patch.apply(model)
+    packed = batch.packed()
+    encoded = model.get_encoder()(input_ids=packed["input_ids"], position_ids=packed["position_ids"])
+    expected = model(**packed).logits
+    del packed["input_ids"]
+    assert torch.equal(model(**packed, encoder_outputs=encoded).logits, expected)
+
+
+@pytest.mark.parametrize("family", ["t5", "bart"])
+@pytest.mark.parametrize(
+    "changed, says",
+    [
+        ({"decoder_position_ids": None}, "its targets are not: expected decoder_position_ids"),
+        ({"position_ids": None}, "its sources are not: expected position_ids"),
+        ({"position_ids": torch.tensor([[*range(8), *range(14)]])}, "found 2 sources and 5 targets"),
+    ],
+)
+def test_pairs_that_do_not_fit_are_an_error(family, changed, says):
+    model, batch = built(family), pairs(family)
+    fa2patch.apply(model)
+    with pytest.raises(BadBatch, match=says):
+        model(**{**batch.packed(), **changed})
+
+
+def test_a_decoder_that_is_not_told_whose_its_sources_are():
+    model, batch = built("bart"), pairs("bart")
+    decoder = model.get_decoder()
+    fa2patch.apply(decoder)
+    packed = batch.packed()
+    states = torch.randn(1, packed["input_ids"].shape[1], 32)
+    call = {"input_ids": packed["labels"], "position_ids": packed["decoder_position_ids"]}
+    with pytest.raises(BadBatch, match="the number of the document of each source token"):
+        decoder(**call, encoder_hidden_states=states)
+    told = decoder(**call, encoder_hidden_states=states, encoder_attention_mask=numbers(batch.sources))[0]
+    rows = torch.zeros(5, 9, 32)
+    for row, piece in zip(rows, states[0].split([source.shape[1] for source in batch.sources])):
+        row[: len(piece)] = piece
+    mask = torch.arange(9) < torch.tensor([[source.shape[1]] for source in batch.sources])
+    by_row = decoder(**call, encoder_hidden_states=rows, encoder_attention_mask=mask.long())[0]
+    torch.testing.assert_close(by_row, told, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("family", ["t5", "bart"])
+def test_a_layer_that_was_missed_is_named(family):
+    model, batch = built(family), pairs(family)
+    fa2patch.apply(model)
+    model(**batch.packed())
+    decoder = model.get_decoder()
+    name = "block.1.layer.1.EncDecAttention" if family == "t5" else "layers.1.encoder_attn"
+    decoder.get_submodule(name).forward = lambda hidden, *args, **kwargs: (hidden, None, None)[: 2 + (family == "t5")]
+    with pytest.raises(PackingNotIsolated, match=f"not {name}"):
+        model(**batch.packed())
+
+
+@pytest.mark.parametrize("family", ["t5", "bart", "whisper"])
+def test_copies_and_pickles_are_patched_and_a_revert_leaves_nothing(family):
+    model, batch = built(family), pairs(family)
+    before = {name: dict(vars(module)) for name, module in model.named_modules()}
+    patch = fa2patch.apply(model)
+    expected = computed(model, batch.packed())
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert computed(other, batch.packed())[0] == expected[0]
+        fa2patch.revert(other)
+    assert computed(model, batch.packed())[0] == expected[0]
+    patch.revert()
+    assert fa2patch.status(model) is fa2patch.status(model.get_decoder()) is None
+    assert {name: set(vars(module)) for name, module in model.named_modules()} == {
+        name: set(known) for name, known in before.items()
+    }
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("family", ["t5", "bart"])
+def test_gradient_checkpointing(family, reentrant):
+    model, batch = built(family).train(), pairs(family)
+    fa2patch.apply(model)
+    expected = computed(model, batch.packed())
+    try:
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    except TypeError:
+        model.gradient_checkpointing_enable()  # 4.34
+    model.enable_input_require_grads()
+    assert_equal(computed(model, batch.packed()), expected)
+
+
+@pytest.mark.parametrize("family", ["t5", "bart"])
+def test_bfloat16_is_near_float32(family):
+    model, batch = built(family), pairs(family)
+    fa2patch.apply(model)
+    exact = model(**batch.packed()).loss.item()
+    assert model.bfloat16()(**batch.packed()).loss.item() == pytest.approx(exact, rel=0.05)

@@ -129,7 +129,8 @@ def _causal_masks(model: Model) -> bool | None:
     """Whether the masks that a model's ``forward`` makes hide later tokens; None if its code does not show it."""
     forward = inspecting.forward_of(type(model))
     made = _makers_called(forward)
-    if not made or any("bidirectional" in name for name in made):
+    names = [name for name in inspecting.names_read(forward) if name != _FLAG]
+    if not made or any("bidirectional" in name for name in names):  # T5Gemma up to 4.57 adds such a function
         return None
     config = inspecting.text_config(model.config)
     scope = vars(sys.modules[forward.__module__])

@@ -310,7 +310,7 @@ def _call_with_mask_checked(step: Step, mask: PackedMask) -> Any:
     step.patch.unpacked = None
     step.call[step.patch.facts.carrier] = mask
     if not step.calls.takes_ids:
-        del step.call["position_ids"]
+        step.call.pop("position_ids", None)
     if step.captured or not step.patch.skips:
         output = _call_explained(step, mask)
         if not _misses(step, mask, None):

@@ -8,7 +8,6 @@ The outermost model finds where the documents of both rows start, and hands each
 from __future__ import annotations
 
 import functools
-import inspect
 import sys
 from typing import Any
 
@@ -47,10 +46,7 @@ def entered(original: Function) -> Function:
             return original(self, *args, **kwargs)
         return calls.make(self, args, _with_masks(self, call))
 
-    other_code.ours(forward)
-    shown = [name for name in ("position_ids", "decoder_position_ids") if not calls.takes(name)]
-    extra = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in shown]
-    inspecting.show_parameters(forward, [*inspecting.parameters(original), *extra])  # Trainer drops other columns
+    other_code.ours(forward)  # its signature stays: 4.48's generate() would make position_ids if it had them
     return forward
 
 

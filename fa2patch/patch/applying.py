@@ -169,7 +169,8 @@ def _applied_to_pairs(
                 known = status(stack)
                 of_stack = _applied(stack, stack, kernel, None, False, None)
                 made += [of_stack] if known is None else []
-        patch = Patch(layers, plan_pairs(layers), kernel or "auto", architecture, False)
+        told = "unknown" if prove is None else prove
+        patch = Patch(layers, plan_pairs(layers), kernel or "auto", architecture, told)
         _install(patch, layers.entered)
     except BaseException:
         for of_stack in made:

@@ -218,6 +218,15 @@ def hook_changes(patch: Examined) -> None:
         _prove_if_due(patch, module, call, mask)
 
 
+def _pairs_of_graph(patch: Examined) -> str:
+    if not patch.examination.must or patch.examination.proven:
+        return ""
+    return (
+        f"{type(patch.model).__name__} must be proven to keep pairs apart ({unknown(ModelLayers(patch.model))} is not "
+        "known), which a graph cannot do. Compute one packed batch before torch.compile."
+    )
+
+
 @constant
 def _examined(given: str, tree: bool) -> str:
     # The result is the message of the error that `examine` would raise. A batch has no values during a capture, so an
@@ -231,6 +240,8 @@ def _examined(given: str, tree: bool) -> str:
             patch.tally.rows = True
             if _has_changed(patch):
                 patch.renew()
+            if patch.facts.pairs:
+                return _pairs_of_graph(patch)
             unseen = any(not hook.times and not hook.changes for hook in looking.watched(patch.model))
             if patch.examination.must or (unseen and patch.examination.prove is not False):
                 from ..proof import proving  # as in _prove

@@ -92,7 +92,6 @@ class ModelPlan:
     layers: tuple[Layer, ...]  # those that must be given the boundaries, without their modules
     sites: tuple[Site, ...]  # the attributes to replace
     roles: tuple[Role, ...]  # of the models that a call goes through, the outermost first
-    pairs: bool = False  # whether it is an encoder-decoder, whose stacks have patches of their own
 
 
 def plan_model(model: ModelLayers, padded: bool = False) -> ModelPlan:
@@ -138,9 +137,9 @@ def _role(layers: ModelLayers, model: Model, both_ways: bool) -> Role:
 
 
 def plan_pairs(model: ModelLayers) -> ModelPlan:
-    facts = Facts(model.architecture)
+    facts = Facts(model.architecture, pairs=True)
     refusals.unreadable_code(model, facts)
     refusals.config_of_its_row(model, facts)
     sites = tuple(of_forward(inner, pairs.entered) for inner in model.entered)
     roles = tuple(Role(inner is model.model, False) for inner in model.entered)
-    return ModelPlan(facts, (), (), sites, roles, pairs=True)
+    return ModelPlan(facts, (), (), sites, roles)

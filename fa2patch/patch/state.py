@@ -146,7 +146,7 @@ class Patch:
         # be patched, the patch stays as it was.
         named = self.named if named is None else named
         layers = ModelLayers(self.model, named)
-        if self.plan.pairs:
+        if self.facts.pairs:
             planned = plan_pairs(layers)
             for stack in self.stacks:
                 stack.renew(kernel, named, None, padded)
@@ -181,12 +181,12 @@ class Patch:
         entered_models = models(self.model)
         for model, role in zip(entered_models, self.plan.roles):
             model.__dict__.update({MARK: self, ROLE: role})
-            if not self.plan.pairs:
+            if not self.facts.pairs:
                 hooks.add(model)
         embeddings.take_apart(self.model)
         if other_code.replaced_on(self.model):
             self.rehooked.append((self.model, "forward", self.model.__dict__["forward"]))
-            own = pairs.entered if self.plan.pairs else entered
+            own = pairs.entered if self.facts.pairs else entered
             self.model.__dict__["forward"] = other_code.entered_first(self.model, own)
         for other in _patches():  # apply(model.model) came before apply(model): then one revert must be enough
             if other is not self and other.model in entered_models:
@@ -196,7 +196,7 @@ class Patch:
     @property
     def stacks(self) -> tuple[Patch, ...]:
         """The patches of the encoder and of the decoder, if the model is an encoder-decoder."""
-        held = stacks_of(self.model) if self.plan.pairs else None
+        held = stacks_of(self.model) if self.facts.pairs else None
         return tuple(vars(stack)[MARK] for stack in held or () if MARK in vars(stack))
 
     @property

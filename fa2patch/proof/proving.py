@@ -60,10 +60,18 @@ def prove(model: Model, call: Call, mask: PackedMask, itself: bool = False, hook
             run = replica(model, unknown_modules(model))
         state = State(run.modules(), of_hooks=hooks)
         stack.callback(state.put_back)
-        proof = _Proof(run, model, call, mask, state)
+        proof = _proof_of(model)(run, model, call, mask, state)
         stack.enter_context(without_gradients() if not gradients else autocast_uncached())
         proof.require_apart(gradients)
         proof.require_as_alone()
+
+
+def _proof_of(model: Model) -> type[BatchProof]:
+    if not vars(model)[MARK].facts.pairs:
+        return BatchProof
+    from .pairs import PairProof  # which only an encoder-decoder needs
+
+    return PairProof
 
 
 def call_hooks(model: Model, call: Call, mask: PackedMask) -> None:
@@ -73,7 +81,7 @@ def call_hooks(model: Model, call: Call, mask: PackedMask) -> None:
         run = replica(model)
         state = State(run.modules(), of_hooks=True)
         try:
-            proof = _Proof(run, model, call, mask, state)
+            proof = _proof_of(model)(run, model, call, mask, state)
             proof.crossing(proof.outputs(None), torch.zeros(mask.shape, dtype=torch.bool, device=mask.device))
         finally:
             state.put_back()
@@ -87,7 +95,7 @@ def example_of(model: Model, patch: Patched, tree: bool) -> tuple[Call, PackedMa
     return call, mask
 
 
-class _Proof(Runs):
+class BatchProof(Runs):
     """Runs of one packed batch in which the input embeddings of some tokens are exchanged."""
 
     def __init__(self, model: Model, original: Model, call: Call, mask: PackedMask, state: State) -> None:
@@ -160,9 +168,7 @@ class _Proof(Runs):
             del call["labels"]
         try:
             own = self.alone(leaf, call)
-            mask = packed_mask_of(own, vars(self.original)[MARK])
-            assert mask is not None, "its length was stated"
-            alone = _Proof(self.model, self.original, own, mask, self.state)
+            alone = type(self)(self.model, self.original, own, self.mask_of(own), self.state)
             expected = alone.outputs(None, constant_draws=True)
         except Exception:  # code that cannot compute this document, or not without its labels
             return 0.0
@@ -171,6 +177,11 @@ class _Proof(Runs):
         far, rounding = _apart(expected, inside), roundings(self.dtype) * _apart(off, inside)
         # the mean, because a token that gets another expert by rounding is as far as can be, and few do
         return float(far.max()) if far.mean() > rounding.mean() or far.max() > 2 * rounding.max() else 0.0
+
+    def mask_of(self, call: Call) -> PackedMask:
+        mask = packed_mask_of(call, vars(self.original)[MARK])
+        assert mask is not None, "its length was stated"
+        return mask
 
     def _telling_leaves(self) -> list[int]:
         real = self.real.cpu().expand(self.shape)

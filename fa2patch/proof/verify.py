@@ -20,7 +20,14 @@ from ..binding import used_by
 from ..documents.names import IGNORED_LABEL, LABELS, LENGTHS, PARENTS, MediaRow
 from ..errors import BadBatch, Fa2PatchError, PackingNotIsolated
 from ..upstream import inspecting
-from ..upstream.find_models import is_sharded, makes_its_batches, models, token_embeddings, transformers_model
+from ..upstream.find_models import (
+    is_sharded,
+    makes_its_batches,
+    models,
+    stacks_of,
+    token_embeddings,
+    transformers_model,
+)
 from ..upstream.forward import proof
 from ..upstream.step import MARK
 from .inputs import RowSlice, checked, example, require_same_on_every_rank, slices_of, text_tokens
@@ -88,6 +95,11 @@ def verify(
         )
     if max_documents is not None and (not isinstance(max_documents, int) or max_documents < 1):
         raise BadBatch(f"max_documents: expected a number of documents, 1 or more, or None; found {max_documents!r}.")
+    if stacks_of(inner) is not None:
+        found = _pairs(inner, patch, batch, max_documents)
+        if strict and not found.ok:
+            raise _refused(inner, found)
+        return found
     device = token_embeddings(inner).device
     given = example(device, inner) if batch is None else checked(batch, device)
     if patch is None and given.get(PARENTS) is not None:
@@ -106,10 +118,26 @@ def verify(
         reason, module, cls = next(_findings(measured, bound, allowed), _Finding())
         found = Verification(not reason, documents, module, cls, reason, bound, allowed, patch is not None)
     if strict and not found.ok:
-        error = PackingNotIsolated(f"{type(inner).__name__}: {found}")
-        error.verification = found
-        raise error
+        raise _refused(inner, found)
     return found
+
+
+def _refused(inner: Model, found: Verification) -> PackingNotIsolated:
+    error = PackingNotIsolated(f"{type(inner).__name__}: {found}")
+    error.verification = found
+    return error
+
+
+def _pairs(inner: Model, patch: Any, batch: Call | None, max_documents: int | None) -> Verification:
+    from .pairs import verified  # which only an encoder-decoder needs
+
+    if patch is None:
+        raise PackingNotIsolated(
+            f"this {type(inner).__name__} is not patched, and Transformers alone computes no packed pairs. Call "
+            "fa2patch.apply(model) first."
+        )
+    with patch.examination.paused(), proof():
+        return verified(inner, batch, max_documents)
 
 
 class Measurements(Runs):

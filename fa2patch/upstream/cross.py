@@ -36,7 +36,7 @@ def before(step: Step) -> None:
     targets, given = mask.boundaries, step.call.get(ENCODED_MASK)
     if isinstance(given, PackedMask):
         sources = given.boundaries
-    elif states.shape[0] == len(targets) and states.shape[0] != mask.shape[0]:
+    elif states.shape[0] == len(targets):
         step.call[ENCODED], sources = _end_to_end(states, given)
     else:
         sources = _numbered(states, given)

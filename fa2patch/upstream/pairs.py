@@ -20,11 +20,10 @@ from . import inspecting, other_code
 from .calls import Calls, passed
 from .cross import require_pairs
 from .find_documents import packed_mask_of
-from .find_models import stacks_of
 from .labels import inside_documents, shifts_in_its_loss
 from .packed_mask import MASK, PackedMask
 from .splitting import Documents
-from .step import MARK
+from .step import MARK, ROLE, Patched
 from .transformers_names import SHIFTS
 
 # The arguments that say where documents start. Those of the targets have this prefix.
@@ -41,58 +40,64 @@ def entered(original: Function) -> Function:
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         patch = self.__dict__.get(MARK)
-        call = calls.named(args, kwargs) if patch is not None and patch.model is self else None
+        outermost = patch is not None and self.__dict__[ROLE].outermost
+        call = calls.named(args, kwargs) if outermost else None
         if call is None:  # a model inside is handed what the outermost one has found
             return original(self, *args, **kwargs)
-        return calls.make(self, args, _with_masks(self, call))
+        return calls.make(self, args, _with_masks(self, patch, call))
 
     other_code.ours(forward)  # its signature stays: 4.48's generate() would make position_ids if it had them
     return forward
 
 
-def _with_masks(model: Model, call: Call) -> Call:
-    encoder, decoder = stacks_of(model) or (None, None)
+def _with_masks(model: Model, patch: Patched, call: Call) -> Call:
+    sources, targets = masks_of(model, call)
+    if targets is not None:
+        patch.examine(model, call, targets)
+    call = {name: value for name, value in call.items() if name not in _SAY}
+    if targets is None:
+        return call
+    if sources is not None:
+        call[MASK] = sources
+    call[OF_TARGETS + MASK] = targets
+    call["use_cache"] = False
+    labels = call.get(LABELS[0])
+    if labels is not None and not passed(call, [OF_TARGETS + name for name in TOKENS]):
+        call[OF_TARGETS + TOKENS[0]] = _shifted(model, labels, targets)
+    if labels is not None and shifts_in_its_loss(model):  # as VisionEncoderDecoder in 4.57
+        call[LABELS[0]] = inside_documents(labels, targets.boundaries, LABELS[0], targets.shape, None)
+    return call
+
+
+def masks_of(model: Any, call: Call) -> tuple[PackedMask | None, PackedMask | None]:
+    """The packed masks of the sources and of the targets. Those of sounds and pictures are None."""
     training = model.training and torch.is_grad_enabled()
     of_sources = passed(call, (*TOKENS, MASK, *SAYS))
     encoded = call.get("encoder_outputs")
     if encoded is not None:  # sources that were encoded before
         of_sources[TOKENS[1]] = encoded[0]
     of_targets = {name: call.get(OF_TARGETS + name) for name in (*TOKENS, MASK, *SAYS)}
-    made = of_targets[TOKENS[0]] is None and of_targets[TOKENS[1]] is None and call.get(LABELS[0]) is not None
-    if made:
-        of_targets[TOKENS[0]] = call[LABELS[0]]
-    sources, targets = _mask_of(encoder, of_sources, training), _mask_of(decoder, of_targets, training)
-    call = {name: value for name, value in call.items() if name not in _SAY}
-    if sources is None and targets is None:
-        return call
-    if sources is not None:
-        call[MASK] = sources
+    if not passed(of_targets, TOKENS):  # the model makes them of labels
+        of_targets[TOKENS[0]] = call.get(LABELS[0])
+    sources = _mask_of(model.get_encoder(), of_sources, training)
+    targets = _mask_of(model.get_decoder(), of_targets, training)
+    if targets is None and sources is None:
+        return None, None
     if targets is None or (sources is None and passed(of_sources, TOKENS)):
-        _refuse_half(sources, targets)
-    assert targets is not None, "else it was refused"
+        there, missing, prefix = ("targets", "sources", "") if sources is None else ("sources", "targets", OF_TARGETS)
+        raise BadBatch(
+            f"the {there} of this batch are packed and its {missing} are not: expected {prefix}position_ids that "
+            f"restart with each document, or {prefix}cu_seq_lens_q. Source i belongs to target i, in one row each."
+        )
     if sources is not None:
         require_pairs(sources.boundaries, targets.boundaries)
-    call[OF_TARGETS + MASK] = targets
-    call["use_cache"] = False
-    if made:
-        call[OF_TARGETS + TOKENS[0]] = _shifted(model, call[LABELS[0]], targets)
-    if shifts_in_its_loss(model) and call.get(LABELS[0]) is not None:  # as VisionEncoderDecoder in 4.57
-        call[LABELS[0]] = inside_documents(call[LABELS[0]], targets.boundaries, LABELS[0], targets.shape, None)
-    return call
+    return sources, targets
 
 
 def _mask_of(stack: Any, call: Call, training: bool) -> PackedMask | None:
     # None: the batch is dense, or the stack reads no tokens (pictures, sounds).
     patch = vars(stack).get(MARK)
     return None if patch is None or not passed(call, TOKENS) else packed_mask_of({**call}, patch, training=training)
-
-
-def _refuse_half(sources: PackedMask | None, targets: PackedMask | None) -> None:
-    there, missing, prefix = ("targets", "sources", "") if sources is None else ("sources", "targets", OF_TARGETS)
-    raise BadBatch(
-        f"the {there} of this batch are packed and its {missing} are not: expected {prefix}position_ids that restart "
-        f"with each document, or {prefix}cu_seq_lens_q. Source i belongs to target i, in one row each."
-    )
 
 
 def _shifted(model: Any, labels: torch.Tensor, targets: PackedMask) -> torch.Tensor:

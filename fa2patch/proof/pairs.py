@@ -1,0 +1,223 @@
+"""The proof of a packed batch of pairs: other tokens in some sources and targets must change nothing in other pairs.
+
+:func:`verified` measures the same for ``fa2patch.verify``: a document of its result is a target, with its source.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .._types import Args, Call, Model
+from ..comparison import distance, random_sum, tensors
+from ..documents.boundaries import Boundaries
+from ..documents.names import LABELS, TOKENS
+from ..errors import BadBatch
+from ..upstream.find_models import embedding_in_use, models, stacks_of
+from ..upstream.packed_mask import MASK, PackedMask
+from ..upstream.pairs import OF_TARGETS, SAYS, masks_of
+from ..upstream.step import MARK as PATCH
+from .inputs import slices_between, text_tokens
+from .proving import BatchProof
+from .result import Document, Verification
+from .runs import left_as_it_was, near
+from .state import State
+
+
+class PairProof(BatchProof):
+    """Runs in which the input embeddings of some pairs are exchanged, of the source and of the target."""
+
+    def __init__(self, model: Model, original: Model, call: Call, mask: PackedMask, state: State) -> None:
+        super().__init__(model, original, call, mask, state)
+        stacks: Any = stacks_of(model)
+        self.encoder, self.inner = stacks[0], models(stacks[1])[-1]
+        self.sources, _ = masks_of(original, call)  # None for sounds and pictures, one for each target
+        self.leaves: list[tuple[torch.Tensor, torch.Tensor | None]] = []  # of the last run, and what was exchanged
+
+    def run(self, call: Call, exchanged: torch.Tensor | None = None) -> Any:
+        self.state.put_back()
+        self.leaves = []
+        chosen = None if exchanged is None else self._pairs(exchanged)
+        of_sources, waiting = None, [(embedding_in_use(self.inner), self.shape, exchanged)]
+        if self.sources is not None:
+            if chosen is not None:
+                lengths = torch.tensor(self.sources.boundaries.lengths)
+                of_sources = chosen.repeat_interleave(lengths).view(self.sources.shape).to(self.device)
+            waiting.insert(0, (embedding_in_use(self.encoder), self.sources.shape, of_sources))
+        if call.get("encoder_outputs") is not None:  # sources that were encoded before
+            call = {**call, "encoder_outputs": self._encoded(call["encoder_outputs"], of_sources)}
+            del waiting[:-1]
+
+        def hook(module: torch.nn.Module, args: Args, output: torch.Tensor) -> torch.Tensor:
+            # in some releases both stacks have one table, of which the encoder's call comes first
+            found = [
+                at for at, (table, shape, _) in enumerate(waiting) if table is module and shape == output.shape[:2]
+            ]
+            return self._leaf(output, waiting.pop(found[0])[2]) if found else output
+
+        def of_encoder(module: torch.nn.Module, args: Args, output: Any) -> Any:
+            rows = None if chosen is None else chosen[:, None].expand(output[0].shape[:2])
+            return self._encoded(output, rows)
+
+        handles = [table.register_forward_hook(hook, prepend=True) for table in {table for table, _, _ in waiting}]
+        if self.sources is None:
+            handles.append(self.encoder.register_forward_hook(of_encoder))
+        try:
+            return self.model(**call)
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _encoded(self, output: Any, exchanged: torch.Tensor | None) -> Any:
+        states = self._leaf(output[0], exchanged)
+        if isinstance(output, tuple):
+            return (states, *output[1:])
+        return type(output)(**{**output, next(iter(output)): states})
+
+    def _pairs(self, exchanged: torch.Tensor) -> torch.Tensor:
+        # bool [pairs], of tokens of the targets
+        flat, ends = exchanged.flatten().cpu(), torch.tensor([0, *self._targets.lengths]).cumsum(0)
+        return flat[ends[:-1].clamp(max=len(flat) - 1)]
+
+    @property
+    def _targets(self) -> Boundaries:
+        _, targets = masks_of(self.original, self.call)
+        assert targets is not None, "a packed batch is proven"
+        return targets.boundaries
+
+    def _leaf(self, states: torch.Tensor, exchanged: torch.Tensor | None) -> torch.Tensor:
+        if exchanged is not None:
+            states = torch.where(exchanged[..., None].to(states.device), states.roll(1, -1) * 1.25, states)
+        if not torch.is_grad_enabled():
+            return states
+        leaf = states.detach().requires_grad_()
+        self.leaves.append((leaf, exchanged))
+        return leaf * 1
+
+    def crossing(self, outputs: list[torch.Tensor], exchanged: torch.Tensor) -> float:
+        total = random_sum(outputs, ~exchanged)
+        if total is None or not self.leaves:
+            return 0.0
+        gradients: tuple[torch.Tensor | None, ...]
+        if any(parameter.requires_grad for parameter in self.model.parameters()):
+            gradients = torch.autograd.grad(total, [leaf for leaf, _ in self.leaves], allow_unused=True)
+        else:
+            torch.autograd.backward([total])  # reentrant checkpoints refuse autograd.grad
+            gradients = tuple([leaf.grad for leaf, _ in self.leaves])
+        largest = [0.0]
+        for gradient, (_, of_leaf) in zip(gradients, self.leaves):
+            if gradient is not None and of_leaf is not None:
+                size = gradient.float().abs()
+                hidden = of_leaf[..., None].to(size.device)
+                largest.append(float((size * hidden).max() / size.max().clamp(min=1e-30)))
+        return max(largest)
+
+    def alone(self, at: int, call: Call) -> Call:
+        own = {name: value for name, value in call.items() if not name.endswith((MASK, *SAYS))}
+        names = [name for name in (*LABELS, *(OF_TARGETS + name for name in TOKENS)) if own.get(name) is not None]
+        own |= self._stated(self.slices[at], own, names, OF_TARGETS)
+        if self.sources is not None:
+            place = slices_between(self.sources.boundaries, self.sources.shape[1], None)[at]
+            return own | self._stated(place, own, [name for name in TOKENS if own.get(name) is not None], "")
+        pairs = len(self.slices)
+        return {
+            name: value[at : at + 1] if isinstance(value, torch.Tensor) and len(value) == pairs else value
+            for name, value in own.items()
+        }
+
+    def _stated(self, place: Any, call: Call, names: list[str], prefix: str) -> Call:
+        ends = torch.tensor([0, place.length], dtype=torch.int32, device=self.device)
+        said = {
+            "cu_seq_lens_q": ends,
+            "cu_seq_lens_k": ends,
+            "max_length_q": place.length,
+            "max_length_k": place.length,
+        }
+        rows = {name: call[name][place.row : place.row + 1, place.start : place.stop] for name in names}
+        return {**rows, **{prefix + name: value for name, value in said.items()}}
+
+    def mask_of(self, call: Call) -> PackedMask:
+        _, targets = masks_of(self.original, call)
+        assert targets is not None, "its length was stated"
+        return targets
+
+    def _of_tokens(self, output: Any) -> list[torch.Tensor]:
+        # Logits or hidden states of the targets come first; those of the sources may have as many tokens.
+        found = (each for each in tensors(output) if each.is_floating_point() and each.shape[:2] == self.shape)
+        return [each.reshape(*self.shape, -1) for each in [*found][:1]]
+
+    def document(self, at: int, before: list[torch.Tensor], asked: bool) -> Document:
+        """What happens to a target if all other pairs are exchanged, and how far it is from what its pair is alone."""
+        place = self.slices[at]
+        if not asked:
+            return Document(place.row, place.start, place.length)
+        own = torch.zeros(self.shape, dtype=torch.bool, device=self.device)
+        own[place.row, place.start : place.stop] = True
+        after = self.outputs(~own)
+        moved, gradient = distance(after, before, own), self.crossing(after, ~own)
+        with torch.no_grad():
+            call = self.alone(at, self.call)
+            alone = type(self)(self.model, self.original, call, self.mask_of(call), self.state).outputs(None)
+        inside = [place.of(values)[None] for values in before]
+        return Document(place.row, place.start, place.length, moved, None, gradient, distance(alone, inside))
+
+    def leak(self, exchanged: torch.Tensor, how: str) -> str:
+        return (
+            f"{self.suspect()}, so this packed batch was run with other tokens in some sources and targets, and other "
+            f"pairs {how}. Nothing was computed. Take that code out, let it look at one token at a time, or train this "
+            "model padded."
+        )
+
+
+# The lengths of the pairs that are verified without a batch
+_SOURCES, _TARGETS = (9, 5, 12, 7), (6, 8, 3, 10)
+
+
+def example_of_pairs(model: Any, device: torch.device) -> Call:
+    stacks: Any = stacks_of(model)
+    encoder, decoder = stacks
+    if PATCH not in vars(encoder):
+        raise BadBatch(
+            f"batch: expected one for this {type(model).__name__}, whose sources are no tokens: its sounds or "
+            "pictures, packed labels and decoder_position_ids."
+        )
+    call = {}
+    for name, stack, lengths in (("input_ids", encoder, _SOURCES), ("labels", decoder, _TARGETS)):
+        vocabulary = text_tokens(stack)
+        drawn = torch.randint(len(vocabulary), (1, sum(lengths)), generator=torch.Generator().manual_seed(0))
+        call[name] = vocabulary[drawn].to(device)
+    for prefix, lengths in (("", _SOURCES), (OF_TARGETS, _TARGETS)):
+        call[f"{prefix}position_ids"] = torch.cat([torch.arange(length) for length in lengths])[None].to(device)
+    return call
+
+
+def verified(model: Any, batch: Call | None, most: int | None) -> Verification:
+    # The model is patched, and is left as it was.
+    device = next(model.parameters()).device
+    given = example_of_pairs(model, device) if batch is None else batch
+    call = {name: each.to(device) if isinstance(each, torch.Tensor) else each for name, each in given.items()}
+    with left_as_it_was(model):
+        _, targets = masks_of(model, call)
+        if targets is None:
+            raise BadBatch(
+                "batch: expected packed pairs, position_ids and decoder_position_ids that restart, found none."
+            )
+        measured = PairProof(model, model, call, targets, State(model.modules()))
+        before = [each.detach() for each in measured.outputs(None)]
+        places = measured.slices
+        some = len(places) if most is None else min(most, len(places))
+        chosen = {round(at * (len(places) - 1) / max(some - 1, 1)) for at in range(some)}
+        documents = [measured.document(at, before, at in chosen) for at in range(len(places))]
+        moved, far = measured.bound, near(measured.dtype)
+        reason = ""
+        for number, found in enumerate(documents, 1):
+            if found.moved > moved or (found.gradient or 0.0) > moved:
+                reason = f"other pairs reach target {number}: attention, positions or a bias see more than its own pair"
+            elif (found.distance or 0.0) > far:
+                reason = (
+                    f"target {number} has other outputs than its pair alone: positions, a bias or shifted labels differ"
+                )
+            if reason:
+                break
+    return Verification(not reason, tuple(documents), None, None, reason, moved, far, True)

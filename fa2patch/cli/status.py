@@ -71,11 +71,14 @@ def _shown(found: dict[str, Any]) -> Shown:
 def _preview(model: Model, kernel: str) -> dict[str, Any]:
     # The model has fake tensors. The result is JSON-compatible.
     inner = transformers_model(model)
-    device, decoder, found = "cuda" if torch.cuda.is_available() else "cpu", models(inner)[-1], []
+    device, found = "cuda" if torch.cuda.is_available() else "cpu", []
     with apply(inner, kernel=kernel) as patch:
-        problem, sites = _rehearse(patch, device), [layer.site for layer in patch.attention]
+        of_stacks = patch.stacks or (patch,)
+        problem = next(filter(None, [_rehearse(one, device) for one in of_stacks]), "")
+        sites = [layer.site for one in of_stacks for layer in one.attention]
+        decoder = models(inner)[-1]
         for layer, site in zip(patch.layers, sites):
-            module = decoder.get_submodule(layer.name)
+            module = (inner if patch.stacks else decoder).get_submodule(layer.name)
             window = getattr(module, "sliding_window", None)
             found.append(
                 {
@@ -88,7 +91,8 @@ def _preview(model: Model, kernel: str) -> dict[str, Any]:
                     "why": layer.why,
                 }
             )
-        besides = [_named(site) for site in patch.plan.sites if site not in sites]
+        every = dict.fromkeys(site for one in (patch, *patch.stacks) for site in one.plan.sites)
+        besides = [_named(site) for site in every if site not in sites]
     return {
         "model": type(inner).__name__,
         "model_type": str(getattr(decoder.config, "model_type", "")),

@@ -14,7 +14,7 @@ import torch
 from .. import entry_points, kernels
 from .._types import Function, Model
 from ..binding import changing, used_by
-from ..errors import BadArgument, LayerNotPatchable, UnsupportedNumPy, UnsupportedTransformers
+from ..errors import BadArgument, LayerNotPatchable, UnsupportedModel, UnsupportedNumPy, UnsupportedTransformers
 from ..upstream import other_code
 from ..upstream.find_layers import ModelLayers
 from ..upstream.find_models import stacks_of, takes_no_token_ids, transformers_model, walked_once
@@ -162,6 +162,7 @@ def _applied_to_pairs(
         patch.renew(kernel, architecture, prove)
         return patch
     layers = ModelLayers(inner, architecture)
+    planned = plan_pairs(layers)
     made: list[Patch] = []
     try:
         for stack in stacks:
@@ -170,7 +171,7 @@ def _applied_to_pairs(
                 of_stack = _applied(stack, stack, kernel, None, False, None)
                 made += [of_stack] if known is None else []
         told = "unknown" if prove is None else prove
-        patch = Patch(layers, plan_pairs(layers), kernel or "auto", architecture, told)
+        patch = Patch(layers, planned, kernel or "auto", architecture, told)
         _install(patch, layers.entered)
     except BaseException:
         for of_stack in made:
@@ -182,9 +183,10 @@ def _applied_to_pairs(
 def _refuse_for_pairs(inner: Model, padded_batches: bool | None, budget: Budgeted | None) -> None:
     asked = "max_tokens" if budget is not None else "padded_batches=True" if padded_batches else ""
     if asked:
-        raise BadArgument(
-            f"{asked}: expected a model that reads one sequence, found {type(inner).__name__}, an encoder-decoder. "
-            "Leave it out, and give the model packed pairs: sources in one row, targets in another."
+        raise UnsupportedModel(
+            f"{asked}: {type(inner).__name__} is an encoder-decoder, and this is for models that read one sequence. "
+            "Nothing was patched. Leave it out, and give the model packed pairs: sources in one row, targets in "
+            "another."
         )
 
 

@@ -25,6 +25,7 @@ from ..upstream.find_models import is_sharded
 from ..upstream.forward import proof, thread
 from ..upstream.packed_mask import PackedMask
 from ..upstream.step import MARK, Patched
+from ..upstream.transformers_names import ENCODED
 
 # Two things are proven: that documents do not see each other, and that segments that continue the same one do not.
 DOCUMENTS, BRANCHES = "documents", "branches"
@@ -140,6 +141,13 @@ def _prove_if_due(patch: Examined, module: Model, call: Call, mask: PackedMask) 
             f"know {held}), and sequence parallelism (sp_size) splits rows over processes, so that none can prove it "
             "by itself. Call fa2patch.verify(model, batch=batch) on every rank, then "
             "fa2patch.apply(model, prove=False)."
+        )
+    if call.get(ENCODED) is not None and not patch.facts.pairs:
+        raise PackingNotIsolated(
+            f"{name} must prove that its modules keep documents apart (fa2patch does not know "
+            f"{unknown(ModelLayers(patch.model)) or 'nothing in it'}), and its batch holds an encoder's states, some "
+            "of which would have to be others. Patch the encoder-decoder around it, or call fa2patch.apply(model, "
+            "prove=False)."
         )
     if is_sharded(patch.model) and examination.prove is not True:
         examination.must = False

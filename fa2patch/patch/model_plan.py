@@ -10,24 +10,22 @@ from .. import entry_points
 from .._types import Model
 from ..documents.names import LENGTHS
 from ..errors import BadArgument
-from ..upstream import (
-    cross,
-    directions,
-    embeddings,
-    heads,
-    inspecting,
-    labels,
-    masks,
-    pairs,
-    positions,
-    refusals,
-    windows,
-)
+from ..upstream import directions, embeddings, heads, inspecting, labels, masks, positions, refusals, windows
 from ..upstream.facts import Facts, Role, Site, of_forward
 from ..upstream.find_layers import Layer, ModelLayers, carrier
 from ..upstream.forward import entered
 from ..upstream.packed_mask import MASK
 from ..upstream.step import Trait
+from ..upstream.transformers_names import ENCODED
+
+
+def _cross_attention(model: ModelLayers, facts: Facts) -> list[Site]:
+    if not any(inspecting.takes(inspecting.forward_of(type(one)), ENCODED) for one in model.entered):
+        return []
+    from ..upstream import cross  # which only decoders behind an encoder need
+
+    return cross.look(model, facts)
+
 
 # Every model is asked these. Each function fills in facts, and returns the sites to replace or refuses the model. The
 # first refusal is the error that the user sees, so the order matters.
@@ -40,7 +38,7 @@ LOOKS: tuple[Callable[[ModelLayers, Facts], Iterable[Site] | None], ...] = (
     refusals.attention,
     directions.look,
     positions.look,
-    cross.look,
+    _cross_attention,
     refusals.unclaimed_flash,
     masks.look,
     windows.look,
@@ -137,7 +135,11 @@ def _role(layers: ModelLayers, model: Model, both_ways: bool) -> Role:
 
 
 def plan_pairs(model: ModelLayers) -> ModelPlan:
+
+    from ..upstream import pairs  # which only encoder-decoders need
+
     facts = Facts(model.architecture, pairs=True)
+    refusals.pairs_within(model, facts)
     refusals.unreadable_code(model, facts)
     refusals.config_of_its_row(model, facts)
     sites = tuple(of_forward(inner, pairs.entered) for inner in model.entered)

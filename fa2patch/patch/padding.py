@@ -55,11 +55,17 @@ def pack_padded_batches(model: Model, share_prompts: bool = False) -> PaddedBatc
 
     Raises:
         NotAModel: The model is not patched, or ``model`` holds no Transformers model.
+        UnsupportedModel: The model is an encoder-decoder.
     """
     inner = transformers_model(model)
     if MARK not in inner.__dict__:
         raise NotAModel(
             f"expected a patched model, found this {type(inner).__name__}: call fa2patch.apply(model) first."
+        )
+    if inner.__dict__[MARK].facts.pairs:
+        raise UnsupportedModel(
+            f"{type(inner).__name__} is an encoder-decoder: padded batches are computed packed in models that read one "
+            "sequence. Give it packed pairs: sources in one row, targets in another."
         )
     base = models(inner)[-1]
     padding = of_model(base)

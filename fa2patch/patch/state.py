@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
@@ -14,12 +14,12 @@ from .. import kernels
 from .._types import Function
 from ..binding import bind, changing, release, used_by, users, when_imported
 from ..proof import looking
-from ..upstream import embeddings, hooks, other_code, pairs
+from ..upstream import embeddings, hooks, other_code
 from ..upstream.architectures import Architecture
 from ..upstream.calls import refuse_recording
 from ..upstream.find_layers import Layer, ModelLayers
 from ..upstream.find_models import models, named_modules, stacks_of, walked_once
-from ..upstream.forward import SAY_AFTER, entered
+from ..upstream.forward import SAY_AFTER
 from ..upstream.step import MARK, ROLE, Budgeted, Tally, Trait
 from ..upstream.transformers_names import TRAINERS
 from . import examining
@@ -32,7 +32,7 @@ class PatchedLayer:
     """One attention layer or mixer of a patched model, as it was when ``Patch.layers`` was read.
 
     Attributes:
-        name: the layer's name in the base model.
+        name: the layer's name in the base model, or in an encoder-decoder.
         seam: ``"interface"``, ``"formula"``, ``"document"`` or ``"mixer"``.
         owner: the class or module whose attribute is replaced.
         attribute: that attribute's name.
@@ -186,8 +186,8 @@ class Patch:
         embeddings.take_apart(self.model)
         if other_code.replaced_on(self.model):
             self.rehooked.append((self.model, "forward", self.model.__dict__["forward"]))
-            own = pairs.entered if self.facts.pairs else entered
-            self.model.__dict__["forward"] = other_code.entered_first(self.model, own)
+            entered = self.plan.sites[0].make  # of the outermost model's forward
+            self.model.__dict__["forward"] = other_code.entered_first(self.model, entered)
         for other in _patches():  # apply(model.model) came before apply(model): then one revert must be enough
             if other is not self and other.model in entered_models:
                 other.revert()
@@ -217,8 +217,14 @@ class Patch:
             state = states.get((owner, attribute), "off")
             return PatchedLayer(layer.name, layer.seam, owner, attribute, state, kernel, why)
 
-        own = tuple(found(layer) for layer in self.attention)
-        return own + tuple(layer for stack in self.stacks for layer in stack.layers)
+        if not self.facts.pairs:
+            return tuple(found(layer) for layer in self.attention)
+        names = {module: name for name, module in named_modules(self.model).items()}
+        return tuple(
+            replace(layer, name=f"{names[models(stack.model)[-1]]}.{layer.name}")
+            for stack in self.stacks
+            for layer in stack.layers
+        )
 
     def revert(self) -> None:
         """Remove the patch from this model. Reverting twice is a no-op.
@@ -255,9 +261,10 @@ class Patch:
         self.revert()
 
     def __repr__(self) -> str:
-        seams = sorted({layer.seam for layer in self.attention})
+        attention = [layer for patch in (self.stacks or (self,)) for layer in patch.attention]
+        seams = sorted({layer.seam for layer in attention})
         return (
-            f"<fa2patch.Patch of {type(self.model).__name__}: {len(self.attention)} {self.architecture.model_type} "
+            f"<fa2patch.Patch of {type(self.model).__name__}: {len(attention)} {self.architecture.model_type} "
             f"attention layers on the {' and '.join(seams)} seam, kernel {self.kernel!r}, "
             f"{'applied' if self.active else 'reverted'}>"
         )

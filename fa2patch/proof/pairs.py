@@ -18,8 +18,8 @@ from ..upstream.find_models import embedding_in_use, models, stacks_of
 from ..upstream.packed_mask import MASK, PackedMask
 from ..upstream.pairs import OF_TARGETS, SAYS, masks_of
 from ..upstream.step import MARK as PATCH
+from .batch_proof import BatchProof
 from .inputs import slices_between, text_tokens
-from .proving import BatchProof
 from .result import Document, Verification
 from .runs import left_as_it_was, near
 from .state import State

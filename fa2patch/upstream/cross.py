@@ -86,14 +86,23 @@ def _end_to_end(states: torch.Tensor, given: torch.Tensor | None) -> tuple[torch
 def look(model: ModelLayers, facts: Facts) -> list[Site]:
     # Whisper's decoder takes no such mask and hands its blocks None, because its sources have no padding. They find the
     # packed one on the targets' mask, also when a checkpoint computes them again.
+    blocks = [block for name, block in model.text_modules.items() if _attends_twice(model, name, block)]
+    facts.crosses = bool(blocks)
     if inspecting.takes(inspecting.forward_of(type(model.decoder)), ENCODED_MASK):
         return []
+    return [of_forward(block, with_cross_mask) for block in blocks]
 
-    def crosses(module: torch.nn.Module) -> bool:
-        forward = inspecting.forward_of(type(module))
-        return inspecting.takes(forward, ENCODED) and inspecting.takes(forward, ENCODED_MASK)
 
-    return [of_forward(block, with_cross_mask) for block in filter(crosses, model.text_modules.values())]
+def _attends_twice(model: ModelLayers, name: str, block: torch.nn.Module) -> bool:
+    # Blocks of GPT-2 and BERT always take an encoder's states, and have a second attention layer only if the config
+    # asks for it.
+    forward = inspecting.forward_of(type(block))
+    takes = inspecting.takes(forward, ENCODED) and inspecting.takes(forward, ENCODED_MASK)
+    return (
+        takes
+        and any(map(str.isdigit, name.split(".")))
+        and sum(layer.name.startswith(f"{name}.") for layer in model.attention) > 1
+    )
 
 
 def with_cross_mask(original: Function) -> Function:

@@ -41,6 +41,7 @@ class Facts:
     stops_ids: bool = False  # whether the decoder takes no position_ids (Mamba, RWKV, OPT up to 4.45)
     # whether the outermost model makes masks for the models inside it (Gemma 3 up to 4.52)
     makes_masks: bool = False
+    crosses: bool = False  # whether layers attend to an encoder's states, if the decoder is given some
     pairs: bool = False  # whether it is an encoder-decoder, whose stacks have patches of their own
     by_document: bool = False  # whether the decoder is called for each document
     # whether flash attention alone has the window of the config, and eager code has none

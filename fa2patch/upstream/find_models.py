@@ -142,6 +142,8 @@ def models(model: Model, modules: Iterable[Any] | None = None) -> list[Any]:
     if stacks is not None:  # an encoder-decoder: those around both
         return [one for one in inside if {*stacks} <= {*named_modules(one).values()} - {one}]
     path = [one for one in inside if _holds(one, embedding)]
+    if path == [model]:  # its table is not in use (Switch's and T5's encoders, untied)
+        path += [one for one in inside if one is not model and _embeds_as_many(one, embedding)]
     if path:
         return path
     base = getattr(model, model.base_model_prefix, model) if model.base_model_prefix else model
@@ -153,6 +155,8 @@ def stacks_of(model: Any) -> tuple[Any, Any] | None:
     if not inspecting.takes(inspecting.forward_of(type(model)), "decoder_input_ids"):
         return None
     encoder, decoder = model.get_encoder(), model.get_decoder()
+    if encoder in named_modules(decoder).values():  # BLIP-2's decoder is an encoder-decoder itself
+        return stacks_of(decoder)
     return encoder, decoder
 
 
@@ -163,6 +167,12 @@ def _holds(model: Model, embedding: torch.nn.Module | None) -> bool:
     return embedding in modules or any(
         module._parameters.get("weight") is weight for module in modules if isinstance(module, torch.nn.Embedding)
     )
+
+
+def _embeds_as_many(inner: Model, embedding: Any) -> bool:
+    own = embedding_of(inner)
+    takes = inspecting.takes(inspecting.forward_of(type(inner)), "input_ids")
+    return takes and isinstance(own, torch.nn.Embedding) and own.weight.shape == getattr(embedding, "weight", own).shape
 
 
 def embedding_in_use(model: Model) -> Any:

@@ -25,7 +25,7 @@ from ..documents import given_boundaries
 from ..documents.names import IGNORED_LABEL, LABELS, LENGTHS, PARENTS, REAL
 from ..documents.tensors import described
 from ..errors import BadBatch, NothingPacked, PackingNotIsolated
-from . import attached, caches, cross, heads, inspecting, labels, other_code, positions
+from . import attached, caches, heads, inspecting, labels, other_code, positions
 from .calls import Calls, batch_shape, is_for_queries, passed
 from .facts import Role
 from .find_documents import packed_mask_of
@@ -33,8 +33,8 @@ from .find_layers import Layer
 from .find_models import models
 from .packed_mask import MASK, PackedMask, mask_among
 from .seams import document
-from .seams.counting import StackOfRow
 from .step import MARK, PADDING, ROLE, Patched, Step
+from .transformers_names import ENCODED
 from .ulysses import row_part
 
 # What a thread remembers of the forwards that it is in. It is compared with; boundaries never travel through it.
@@ -251,7 +251,10 @@ def prepare(step: Step) -> Callable[[Step, Any], Any]:
     labels.before(step)
     heads.before(step)
     positions.before(step)
-    cross.before(step)
+    if step.mask is not None and step.call.get(ENCODED) is not None:
+        from . import cross  # which only decoders behind an encoder need
+
+        cross.before(step)
     # training needs no cache, and no decoding step could tell its documents apart;
     # a model around the innermost one may not take use_cache (Qwen3.5 in 5.10)
     packed = (step.passes_mask or step.mask_received) and not step.patch.facts.keeps_cache
@@ -361,7 +364,12 @@ def _call_with_mask(step: Step, mask: PackedMask) -> Any:
         if step.patch.facts.by_document:
             return document.computed(step, mask)
         if step.patch.facts.counting:
-            return step.calls.make(StackOfRow(step.module, mask, step.patch.facts.counting), step.args, step.call)
+            from .seams.counting import StackOfRow  # which BART's kin needs
+
+            stack = StackOfRow(step.module, mask, step.patch.facts.counting)
+            output = step.calls.make(stack, step.args, step.call)
+            stack.require_counted()
+            return output
     return step.calls.make(step.module, step.args, step.call)
 
 
@@ -399,17 +407,21 @@ def record_run(module: Any, args: Any) -> None:
 def _inside_block(step: Step, layer: Layer) -> list[torch.nn.Module]:
     # If a module inside a layer's block runs, the block is not skipped. The layer alone does not show it, because other
     # code may compute a block's attention past its layer.
-    parts = layer.name.split(".")
-    end = next((at for at, part in enumerate(parts, 1) if part.isdigit()), len(parts))
-    block: torch.nn.Module = models(step.module)[-1].get_submodule(".".join(parts[:end]))
+    block: torch.nn.Module = models(step.module)[-1].get_submodule(_block_of(layer))
     return [module for module in list(block.modules())[1:] if not inspecting.is_scripted(module)]
+
+
+def _block_of(layer: Layer) -> str:
+    parts = layer.name.split(".")
+    return ".".join(parts[: next((at for at, part in enumerate(parts, 1) if part.isdigit()), len(parts))])
 
 
 def _misses(step: Step, mask: PackedMask, ran: set[int] | None) -> bool:
     # Eagerly, the layers themselves are compared until a packed batch has reached them all. Later forwards, and graphs,
     # compare only the number of layers.
     patch = step.patch
-    layers = patch.attention if ran is None and mask.shape[1] > 1 else _needing(step, mask, ran)
+    every = ran is None and mask.shape[1] > 1 and not patch.facts.crosses
+    layers = patch.attention if every else _needing(step, mask, ran)
     missed = len(mask.calls) < len(layers)
     if not step.captured:
         known = None not in mask.calls  # 4.47's and 4.48's GPT-NeoX does not pass the layer to its function
@@ -422,9 +434,19 @@ def _needing(step: Step, mask: PackedMask, ran: set[int] | None) -> tuple[Layer,
     layers = step.patch.attention
     if mask.shape[1] == 1:  # mixers need none then, and LFM2 of 5.10 passes none
         layers = tuple(layer for layer in layers if layer.seam != "mixer")
+    if step.patch.facts.crosses and step.call.get(ENCODED) is None:
+        layers = tuple(layer for layer in layers if not _crosses_only(step, layer, mask))
     if ran is None:
         return layers
     return tuple(layer for layer in layers if any(id(module) in ran for module in _inside_block(step, layer)))
+
+
+def _crosses_only(step: Step, layer: Layer, mask: PackedMask) -> bool:
+    # Without an encoder's states, one attention layer of a block that could attend to them is enough.
+    block = _block_of(layer)
+    beside = [other for other in step.patch.attention if other is not layer and _block_of(other) == block]
+    missed = {name.split(" ")[0] for name in _not_given((layer, *beside), mask, step.module)}
+    return layer.name in missed and any(other.name not in missed for other in beside)
 
 
 def _refuse_missed(step: Step, mask: PackedMask, ran: set[int] | None) -> None:

@@ -94,6 +94,12 @@ class PackedMask:
             options = replace(options, window=self.window_of(module, options.window))
         if isinstance(options.scale, torch.Tensor):
             q, options = scaled(q, options)
+        if options.bias is not None and documents.sources is None and options.bias.shape[-1] != documents.max_seqlen:
+            raise PackingNotIsolated(
+                f"{type(module).__name__} adds a bias of {list(options.bias.shape)} to its scores: expected one of the "
+                f"longest document, {documents.max_seqlen} tokens. It was made elsewhere, and what it says of "
+                "documents is not known. Train this model padded, and please report it."
+            )
         dtype, weight = compute_dtype(module, q, k, v, casts)
         if not (q.dtype is k.dtype is v.dtype is dtype):
             q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)

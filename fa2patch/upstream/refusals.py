@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
+
+import torch
 
 from .._types import Model
 from ..errors import LayerNotPatchable, UnsupportedModel
 from . import inspecting
 from .architectures import row_of
 from .facts import Facts, Site
-from .find_layers import ModelLayers, blocks_without, claims_flash_attention
+from .find_layers import Layer, ModelLayers, blocks_without, claims_flash_attention
 from .find_models import named_modules, takes_no_token_ids, token_embeddings
 from .seams.bias import computes_bias
 from .step import Step, Trait
@@ -21,6 +24,16 @@ ENCODED = "encoder_hidden_states"
 def kind(model: ModelLayers, facts: Facts) -> None:
     if takes_no_token_ids(model.model):
         token_embeddings(model.model)  # raises the error that verify raises, too
+
+
+def pairs_within(model: ModelLayers, facts: Facts) -> None:
+    # An encoder-decoder inside a model that puts pictures in front of its sources (InstructBLIP, BLIP-2).
+    outer, inner = model.entered[0], model.entered[-1]
+    if type(outer.config) is not type(inner.config):
+        raise UnsupportedModel(
+            f"{model} holds {type(inner).__name__}, an encoder-decoder, and makes its sources itself, of pictures or "
+            "sound and text: where each of them starts is not known. Nothing was patched. Train this model padded."
+        )
 
 
 def unreadable_code(model: ModelLayers, facts: Facts) -> None:
@@ -86,16 +99,32 @@ def _require_layers(model: ModelLayers) -> None:
 
 
 def unclaimed_flash(model: ModelLayers, facts: Facts) -> None:
-    # A model without `_supports_flash_attn` passes if a layer has another seam than the interface, or if its
-    # architecture is registered or was named in `apply`.
-    biased = all(computes_bias(inspecting.forward_of(type(layer.module))) for layer in model.attention)
-    if biased or model.vouched or claims_flash_attention(model):
+    # A model without `_supports_flash_attn` passes if a layer has another seam than the interface, if its layers add a
+    # bias that is known, or if its architecture is registered or was named in `apply`.
+    biased = [layer for layer in model.attention if computes_bias(inspecting.forward_of(type(layer.module)))]
+    if biased:
+        _refuse_bias_from_elsewhere(model, biased)
+    if len(biased) == len(model.attention) or model.vouched or claims_flash_attention(model):
         return
     raise UnsupportedModel(
         f"{model} does not claim flash attention (_supports_flash_attn): its attention may look at more than "
         "boundaries can say. Nothing was patched. If it is ordinary attention, say so: "
         f"fa2patch.register(fa2patch.Architecture({model.decoder.config.model_type!r}))."
     )
+
+
+def _refuse_bias_from_elsewhere(model: ModelLayers, biased: Iterable[Layer]) -> None:
+    # Udop's stack adds up biases of distances and of places on a page, which no two tokens of two rows share.
+    within = tuple(f"{layer.name}." for layer in biased)
+    tables = {name[len(prefix) :] for prefix in within for name in model.text_modules if name.startswith(prefix)}
+    tables = {name for name in tables if "." not in name}
+    for name, module in model.text_modules.items():
+        outside = not f"{name}.".startswith(within) and type(module) is torch.nn.Embedding
+        if outside and name.rpartition(".")[2] in tables:
+            raise UnsupportedModel(
+                f"{model} adds to its attention scores what {name} holds, which is no bias of distances alone and "
+                "which packed attention has no way to say. Nothing was patched. Train this model padded."
+            )
 
 
 class FusedFlash(Trait):

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import T5Config, T5ForConditionalGeneration, Trainer, TrainingArguments, ViTConfig, ViTModel
+from transformers import LongT5Config, LongT5ForConditionalGeneration, Trainer, TrainingArguments, ViTConfig, ViTModel
 
 import fa2patch
 from compat_matrix import tiny_models
 from fa2patch.callbacks import lightning as module_of_lightning
-from fa2patch.errors import BadArgument, Fa2PatchError, NotAModel, PackingNotIsolated, UnknownKernel, UnsupportedModel
+from fa2patch.errors import BadArgument, Fa2PatchError, LayerNotPatchable, NotAModel, PackingNotIsolated, UnknownKernel
 
 
 def trainer_of(folder: Any, **given: Any) -> Any:
@@ -151,5 +151,5 @@ def test_models_are_chosen_by_name(lightning: Any) -> None:
 
 def test_an_error_about_a_model_keeps_its_class(lightning: Any) -> None:
     sizes = {"d_model": 8, "d_ff": 8, "d_kv": 4, "num_layers": 1, "num_heads": 2, "vocab_size": 9}
-    with pytest.raises(UnsupportedModel, match="t5 of this ModuleDict: .*encoder-decoder"):
-        lightning().setup(None, module_with(t5=T5ForConditionalGeneration(T5Config(**sizes))), "fit")
+    with pytest.raises(LayerNotPatchable, match="t5 of this ModuleDict: .*looked in every layer"):
+        lightning().setup(None, module_with(t5=LongT5ForConditionalGeneration(LongT5Config(**sizes))), "fit")

@@ -216,10 +216,7 @@ def test_weights_that_do_not_load(tmp_path):
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        (
-            "t5",
-            "is an encoder-decoder: fa2patch packs models that read one sequence, decoders such as Llama and encoders",
-        ),
+        ("longt5", "looked in every layer for attention with a seam"),
         ("vit", "embeds token ids; found ViTModel"),
     ],
 )

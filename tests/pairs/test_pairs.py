@@ -42,7 +42,7 @@ def test_each_pair_is_computed_as_alone(family, implementation):
         pytest.skip(str(error))  # upstream has no sdpa
     batch = pairs(family)
     expected = alone(model, batch)
-    fa2patch.apply(model)
+    fa2patch.apply(model, prove=False)
     assert_equal(computed(model, batch.packed()), expected)
 
 
@@ -50,7 +50,7 @@ def test_each_pair_is_computed_as_alone(family, implementation):
 def test_nothing_crosses_from_one_pair_to_another(family):
     # in no attention: that of sources, that of targets, and that of targets to sources
     model, batch = built(family), pairs(family)
-    fa2patch.apply(model)
+    fa2patch.apply(model, prove=False)
     before = model(**batch.packed()).logits[0]
     changed = pairs(family)
     changed.sources[2] = changed.sources[2].roll(1, -1)
@@ -66,7 +66,7 @@ def test_nothing_crosses_from_one_pair_to_another(family):
 def test_no_gradient_crosses(family):
     # of one pair's outputs to the embeddings of others
     model, batch = built(family), pairs(family)
-    fa2patch.apply(model)
+    fa2patch.apply(model, prove=False)
     embedded = []
 
     def kept(module, args, output):
@@ -93,7 +93,7 @@ def test_dense_batches_and_generation_are_as_before(family):
     before = computed(model, padded)
     asked = {"max_new_tokens": 5, "num_beams": 2, "attention_mask": padded["attention_mask"]}
     generated = model.generate(padded["input_ids"], **asked)
-    fa2patch.apply(model)
+    fa2patch.apply(model, prove=False)
     after = computed(model, padded)
     assert after[0] == before[0] and torch.equal(after[1], before[1])
     assert torch.equal(model.generate(padded["input_ids"], **asked), generated)
@@ -113,7 +113,7 @@ def lengths_of(rows, prefix=""):
 @pytest.mark.parametrize("family", ["t5", "bart"])
 def test_documents_are_said_by_positions_or_lengths_or_numbers(family):
     model, batch = built(family), pairs(family)
-    fa2patch.apply(model)
+    fa2patch.apply(model, prove=False)
     packed = batch.packed()
     tokens = {name: packed[name] for name in ("input_ids", "labels")}
     expected = model(**packed).logits
@@ -128,7 +128,7 @@ def test_decoder_inputs_may_be_given(family):
     model, batch = built(family), pairs(family)
     shift = model.prepare_decoder_input_ids_from_labels
     given = torch.cat([shift(labels=target) for target in batch.targets], 1)
-    fa2patch.apply(model)
+    fa2patch.apply(model, prove=False)
     packed = batch.packed()
     assert torch.equal(model(**packed, decoder_input_ids=given).logits, model(**packed).logits)
 
@@ -136,7 +136,7 @@ def test_decoder_inputs_may_be_given(family):
 @pytest.mark.parametrize("family", ["t5", "bart"])
 def test_sources_that_were_encoded_before(family):
     model, batch = built(family), pairs(family)
-    fa2patch.apply(model)
+    fa2patch.apply(model, prove=False)
     packed = batch.packed()
     encoded = model.get_encoder()(input_ids=packed["input_ids"], position_ids=packed["position_ids"])
     expected = model(**packed).logits
@@ -155,7 +155,7 @@ def test_sources_that_were_encoded_before(family):
 )
 def test_pairs_that_do_not_fit_are_an_error(family, changed, says):
     model, batch = built(family), pairs(family)
-    fa2patch.apply(model)
+    fa2patch.apply(model, prove=False)
     with pytest.raises(BadBatch, match=says):
         model(**{**batch.packed(), **changed})
 
@@ -163,7 +163,7 @@ def test_pairs_that_do_not_fit_are_an_error(family, changed, says):
 def test_a_decoder_that_is_not_told_whose_its_sources_are():
     model, batch = built("bart"), pairs("bart")
     decoder = model.get_decoder()
-    fa2patch.apply(decoder)
+    fa2patch.apply(decoder, prove=False)
     packed = batch.packed()
     states = torch.randn(1, packed["input_ids"].shape[1], 32)
     call = {"input_ids": packed["labels"], "position_ids": packed["decoder_position_ids"]}
@@ -176,12 +176,31 @@ def test_a_decoder_that_is_not_told_whose_its_sources_are():
     mask = torch.arange(9) < torch.tensor([[source.shape[1]] for source in batch.sources])
     by_row = decoder(**call, encoder_hidden_states=rows, encoder_attention_mask=mask.long())[0]
     torch.testing.assert_close(by_row, told, rtol=0, atol=0)
+    fa2patch.apply(decoder, prove=True)
+    with pytest.raises(PackingNotIsolated, match="Patch the encoder-decoder around it"):
+        decoder(**call, encoder_hidden_states=states, encoder_attention_mask=numbers(batch.sources))
+
+
+def test_a_decoder_that_stands_behind_no_encoder():
+    # Its layers of cross attention do not run.
+    model, batch = built("bart"), pairs("bart")
+    decoder = model.get_decoder()
+    alone = torch.cat([decoder(input_ids=target)[0] for target in batch.targets], 1)
+    fa2patch.apply(decoder)
+    packed = batch.packed()
+    found = decoder(input_ids=packed["labels"], position_ids=packed["decoder_position_ids"])[0]
+    torch.testing.assert_close(found, alone, rtol=1e-4, atol=1e-4)
+    decoder.layers[1].self_attn.forward = lambda hidden_states, **kwargs: (hidden_states, None, ())[
+        : 2 if INTERFACE else 3
+    ]
+    with pytest.raises(PackingNotIsolated, match="not layers.1.self_attn"):
+        decoder(input_ids=packed["labels"], position_ids=packed["decoder_position_ids"])
 
 
 @pytest.mark.parametrize("family", ["t5", "bart"])
 def test_a_layer_that_was_missed_is_named(family):
     model, batch = built(family), pairs(family)
-    fa2patch.apply(model)
+    fa2patch.apply(model, prove=False)
     model(**batch.packed())
     decoder, outputs = model.get_decoder(), {"t5": 3, "bart": 2 if INTERFACE else 3}
     name = "block.1.layer.1.EncDecAttention" if family == "t5" else "layers.1.encoder_attn"
@@ -195,7 +214,7 @@ def test_a_layer_that_was_missed_is_named(family):
 def test_copies_and_pickles_are_patched_and_a_revert_leaves_nothing(family):
     model, batch = built(family), pairs(family)
     before = {name: dict(vars(module)) for name, module in model.named_modules()}
-    patch = fa2patch.apply(model)
+    patch = fa2patch.apply(model, prove=False)
     expected = computed(model, batch.packed())
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert computed(other, batch.packed())[0] == expected[0]
@@ -212,7 +231,7 @@ def test_copies_and_pickles_are_patched_and_a_revert_leaves_nothing(family):
 @pytest.mark.parametrize("family", ["t5", "bart"])
 def test_gradient_checkpointing(family, reentrant):
     model, batch = built(family).train(), pairs(family)
-    fa2patch.apply(model)
+    fa2patch.apply(model, prove=False)
     expected = computed(model, batch.packed())
     try:
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})
@@ -225,6 +244,6 @@ def test_gradient_checkpointing(family, reentrant):
 @pytest.mark.parametrize("family", ["t5", "bart"])
 def test_bfloat16_is_near_float32(family):
     model, batch = built(family), pairs(family)
-    fa2patch.apply(model)
+    fa2patch.apply(model, prove=False)
     exact = model(**batch.packed()).loss.item()
     assert model.bfloat16()(**batch.packed()).loss.item() == pytest.approx(exact, rel=0.05)

@@ -302,8 +302,8 @@ class TestRefusals:
             encoder_ffn_dim=16, decoder_ffn_dim=16, vocab_size=32,
         )  # fmt: skip
         bart = transformers.BartForConditionalGeneration(config)
-        self.check(errors.UnsupportedModel, "encoder-decoder", bart, architecture="llama")
-        self.check(errors.UnsupportedModel, "encoder-decoder", bart)
+        self.check(errors.UnsupportedModel, "padded_batches=True: .*encoder-decoder", bart, padded_batches=True)
+        self.check(errors.UnsupportedModel, "max_tokens: .*encoder-decoder", bart, max_tokens=64)
 
     def test_alibi_falcon(self):
         self.check(errors.UnsupportedModel, "alibi", tiny_models.build("falcon", alibi=True))

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ...errors import PackingNotIsolated
 from ..packed_mask import PackedMask
 from ..splitting import Documents
 
@@ -19,23 +20,33 @@ class StackOfRow:
     """Stands in for a base model in one packed forward, with modules that count positions in each document."""
 
     def __init__(self, module: Any, mask: PackedMask, counting: Iterable[str]) -> None:
-        self._module = module
-        for name in counting:
+        self._module, self._counting = module, tuple(counting)
+        for name in self._counting:
             vars(self)[name] = _OfDocuments(getattr(module, name), mask)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
 
+    def require_counted(self) -> None:
+        # A forward that calls its parent's, or another method, reaches the model's own modules.
+        missed = [name for name in self._counting if not vars(self)[name].called]
+        if missed:
+            raise PackingNotIsolated(
+                f"{type(self._module).__name__} counts positions in {missed[0]}, along the row, and did not call it "
+                "where each document could be counted by itself. Train this model padded, and please report it."
+            )
+
 
 class _OfDocuments:
     def __init__(self, module: Any, mask: PackedMask) -> None:
-        self._module, self._mask = module, mask
+        self._module, self._mask, self.called = module, mask, False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
 
     def __call__(self, tokens: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         # `tokens` are [batch, length], or such a shape. The result is [batch, length, hidden].
+        self.called = True
         kwargs.pop("position_ids", None)  # BART's decoder counts them along the row from 5.0 on
         documents = Documents(self._mask.boundaries, self._mask.shape)
         calls = documents.calls.shapes

@@ -202,7 +202,7 @@ def _boundaries(tokens: int) -> Boundaries:
 
 def _mask_of(family: Family, tokens: int) -> Callable[..., torch.Tensor]:
     with torch._subclasses.fake_tensor.unset_fake_temporarily():
-        return flex._visible(_boundaries(tokens), tokens, True, family.window)
+        return flex._visible(_boundaries(tokens), tokens, tokens, True, family.window)
 
 
 def _score_of(family: Family, tokens: int) -> Callable[..., torch.Tensor]:

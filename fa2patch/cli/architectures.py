@@ -20,7 +20,8 @@ _NOT_CHECKED = "not checked"  # the state of every architecture in a version wit
 _LEGEND = (
     "attention: every layer gets the documents' boundaries at its seam. mixers: layers that carry state along the row "
     "run document by document, or get the boundaries. Isolated in: the minors whose evidence shows it. "
-    "llava:picture: with pictures in its rows. Encoder-decoders are packed as pairs and not listed. Models of pictures or sound alone are refused."
+    "llava:picture: with pictures in its rows. Encoder-decoders are packed as pairs and not listed. Models of pictures "
+    "or sound alone are refused."
 )
 
 

@@ -28,7 +28,7 @@ class TorchVarlen(Kernel):
     what = "FlashAttention 2, torch's own build"
     needs = "nothing (windows and sinks: torch 2.4)"
     RUNS_ON = (NVIDIA, AMD)
-    FEATURES = frozenset({"window", "sinks", "dropout", "deterministic", "trees", "spans"})
+    FEATURES = frozenset({"window", "sinks", "dropout", "deterministic", "trees", "spans", "pairs"})
     GATHERS = False
     LARGEST = IN_32_BITS
 
@@ -89,7 +89,7 @@ class Efficient(Kernel):
     DTYPES = (*HALF, torch.float32)
     MAX_HEAD_DIM = None
     RUNS_ON = (NVIDIA, OLDER_NVIDIA, AMD)
-    FEATURES = frozenset({"dropout", "trees", "spans"})
+    FEATURES = frozenset({"dropout", "trees", "spans", "pairs"})
 
     def takes(self, head_dim: int, value_dim: int) -> bool:
         # CUTLASS's kernels have two head dimensions.

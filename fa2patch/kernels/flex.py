@@ -29,7 +29,7 @@ class Flex(Kernel):
     DEVICES = ("cuda", "xpu")
     DTYPES = (*HALF, torch.float32)
     RUNS_ON = (NVIDIA, OLDER_NVIDIA, AMD, INTEL)
-    FEATURES = frozenset({"window", "softcap", "sinks", "alibi", "deterministic", "trees", "spans"})
+    FEATURES = frozenset({"window", "softcap", "sinks", "alibi", "deterministic", "trees", "spans", "pairs"})
     GATHERS = False
     MASKS = True
     LARGEST = IN_32_BITS  # Triton multiplies a token's number and a stride in 32 bits if both are small
@@ -50,7 +50,14 @@ class Flex(Kernel):
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, boundaries: Boundaries, options: Options, scale: float
     ) -> torch.Tensor:
-        layout = (q.device, options.causal, options.window, boundaries.parents is None, boundaries.until is None)
+        layout = (
+            q.device,
+            options.causal,
+            options.window,
+            boundaries.parents is None,
+            boundaries.until is None,
+            boundaries.sources is None,
+        )
         states = (q.dtype, *q.shape[1:], *v.shape[1:], torch.is_grad_enabled(), scale, options.softcap)
         without = (options.alibi_slopes is None, options.sinks is None)
         flex = _compiled("flex_attention", (*layout, *states, *without))
@@ -93,8 +100,8 @@ def compute(
     kind = ("flex", options.causal, options.window)
     if kind not in boundaries.made:
         tokens, device = q.shape[0], q.device
-        visible = _visible(boundaries, tokens, options.causal, options.window)
-        boundaries.made[kind] = create_block_mask(visible, None, None, tokens, tokens, device)
+        visible = _visible(boundaries, tokens, k.shape[0], options.causal, options.window)
+        boundaries.made[kind] = create_block_mask(visible, None, None, tokens, k.shape[0], device)
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     asked = {
         "score_mod": _scored(options.softcap, options.alibi_slopes, boundaries, q.shape[2]),
@@ -115,9 +122,14 @@ def compute(
     return attended.contiguous()
 
 
-def _visible(boundaries: Boundaries, tokens: int, causal: bool, window: int | None) -> Callable[..., torch.Tensor]:
+def _visible(
+    boundaries: Boundaries, tokens: int, keys: int, causal: bool, window: int | None
+) -> Callable[..., torch.Tensor]:
     cu, tree, until = boundaries.cu_seqlens, boundaries.tree, boundaries.until
     document = document_of(cu, tokens)
+    if boundaries.sources is not None:
+        of_keys = document_of(boundaries.sources.cu_seqlens, keys)
+        return lambda batch, head, query, key: document[query] == of_keys[key]
     position = torch.arange(tokens, device=cu.device, dtype=cu.dtype) if tree is None else tree.positions
     continues = None if tree is None else tree.continues
 

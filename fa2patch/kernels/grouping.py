@@ -125,19 +125,13 @@ class _Taken(torch.autograd.Function):
         return _put(grad, ctx.places, ctx.length), None
 
 
-def shared_calls(
-    boundaries: Boundaries, width: int, causal: bool
-) -> tuple[Batches, Batches, Sequence[torch.Tensor | None]]:
-    # The calls of the queries, and those of the keys: the same ones, unless the keys are another row's.
+def shared_calls(boundaries: Boundaries, width: int, causal: bool) -> tuple[Batches, Sequence[torch.Tensor | None]]:
     # The calls are made once in a forward. For each there is the index of the last key that each query sees, int64
     # ``[documents, length]``, or None if the options say it. ``width`` is the number of query heads times the head
     # dimension.
     kind, tree = (shared_calls, width, causal), boundaries.tree
-    if kind not in boundaries.made and boundaries.sources is not None:
-        boundaries.made[kind] = _pairs(boundaries, boundaries.sources)
-    elif kind not in boundaries.made and tree is not None:
-        calls = Batches(tree.lengths)
-        boundaries.made[kind] = calls, calls, [None] * len(tree.lengths)
+    if kind not in boundaries.made and tree is not None:
+        boundaries.made[kind] = Batches(tree.lengths), [None] * len(tree.lengths)
     elif kind not in boundaries.made:
         # Lengths are read on the host. Empty documents are left out.
         lengths, device = tuple(filter(None, boundaries.lengths)), boundaries.cu_seqlens.device
@@ -145,9 +139,16 @@ def shared_calls(
         calls = Batches(lengths, shared if _saves(shared, lengths, width, causal) else None, device)
         # Without causality, padding must be masked.
         plain = causal and boundaries.until is None
-        last = [None] * len(calls.shapes) if plain else _last_keys(calls, boundaries, causal)
-        boundaries.made[kind] = calls, calls, last
-    found: tuple[Batches, Batches, Sequence[torch.Tensor | None]] = boundaries.made[kind]
+        boundaries.made[kind] = calls, [None] * len(calls.shapes) if plain else _last_keys(calls, boundaries, causal)
+    found: tuple[Batches, Sequence[torch.Tensor | None]] = boundaries.made[kind]
+    return found
+
+
+def calls_of_pairs(targets: Boundaries, sources: Boundaries) -> tuple[Batches, Batches, Sequence[torch.Tensor | None]]:
+    # The calls of the queries and of the keys, made once in a forward, and the last key that each query sees.
+    if calls_of_pairs not in targets.made:
+        targets.made[calls_of_pairs] = _pairs(targets, sources)
+    found: tuple[Batches, Batches, Sequence[torch.Tensor | None]] = targets.made[calls_of_pairs]
     return found
 
 

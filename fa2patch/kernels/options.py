@@ -13,7 +13,6 @@ from typing import Any, Callable
 import torch
 
 from .._types import Call
-from ..documents.boundaries import Boundaries
 from ..errors import PackingNotIsolated
 
 
@@ -185,7 +184,7 @@ def from_keywords(said: Call, causal: bool) -> Options:
 
 
 def described_call(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, boundaries: Boundaries
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, trees: bool, spans: bool, pairs: bool = False
 ) -> tuple[Any, ...]:
     # The fields of Asked, with a bool for each of FEATURES in the place of the names.
     needed = (
@@ -196,9 +195,9 @@ def described_call(
         options.dropout > 0,
         options.bias is not None,
         False,  # ``deterministic``: no tensor says it, and a graph is captured again when it changes
-        boundaries.parents is not None,
-        boundaries.until is not None,
-        boundaries.sources is not None,
+        trees,
+        spans,
+        pairs,
     )
     gradients = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     heads, dims = (q.shape[-2], k.shape[-2]), (q.shape[-1], v.shape[-1])

@@ -54,7 +54,7 @@ def packed_attention(
     if isinstance(options.scale, torch.Tensor):
         q, options = scaled(q, options)
     if isinstance(kernel, str):
-        asked = asked_by(q, k, v, options, boundaries)
+        asked = asked_by(q, k, v, options, *boundaries.kinds)
         kernel = pick(kernel, asked, q.device).kernel
     if q.is_meta:
         return q.new_empty(*rows, q.shape[2], v.shape[3])
@@ -335,10 +335,10 @@ class Picks:
         return made.kernel
 
     def captured(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, boundaries: Boundaries
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, kinds: tuple[bool, bool, bool]
     ) -> Kernel:
         """Choose the kernel for a call that is captured into a graph. Everything that is traced here costs time."""
-        picked = _picked(self._number, q.device.index, described_call(q, k, v, options, boundaries))
+        picked = _picked(self._number, q.device.index, described_call(q, k, v, options, *kinds))
         return named(picked) if self.given is None else self.given
 
     def _warn_if_slow(self, made: Pick, asked: Asked) -> None:

@@ -50,9 +50,12 @@ class Asked(NamedTuple):
     gradients: bool = True
 
 
-def asked_by(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, boundaries: Boundaries) -> Asked:
+def asked_by(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, trees: bool = False, spans: bool = False,
+    pairs: bool = False,
+) -> Asked:  # fmt: skip
     """Describe a call with these arguments. The last two dimensions of q, k and v are heads and head dimension."""
-    return asked_as(described_call(q, k, v, options, boundaries))
+    return asked_as(described_call(q, k, v, options, trees, spans, pairs))
 
 
 def asked_as(described: tuple[Any, ...]) -> Asked:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from .._torch import HAS_OPERATORS, compiling, operator_later, uncompiled
 from ..documents.boundaries import Boundaries
 from .cascade import Cascade, CpuFlash, levels_of
-from .grouping import shared_calls
+from .grouping import calls_of_pairs, shared_calls
 from .options import FEATURES, Options
 from .protocol import Kernel
 
@@ -61,7 +61,11 @@ def over_documents(
     if options.by_head:
         exact = torch.promote_types(q.dtype, torch.float32)  # in it, their gradients are added up over the calls
         options = options.with_heads(lambda by_head: by_head.to(exact))
-    calls, of_keys, last = shared_calls(boundaries, q.shape[1] * q.shape[2], options.causal)
+    if boundaries.sources is not None:
+        calls, of_keys, last = calls_of_pairs(boundaries, boundaries.sources)
+    else:
+        calls, last = shared_calls(boundaries, q.shape[1] * q.shape[2], options.causal)
+        of_keys = calls
     if tree is None:
         states = [calls.split(q), of_keys.split(k), of_keys.split(v)]
     else:  # a segment sees the keys of its path

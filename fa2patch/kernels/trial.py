@@ -13,7 +13,7 @@ import torch
 
 from .._torch import is_no_verdict, outside_the_forward
 from ..comparison import distance
-from ..documents.boundaries import document_of
+from ..documents.boundaries import Boundaries, document_of
 from .options import TABLE, Options
 from .protocol import Asked, Kernel
 from .reference import Reference
@@ -78,7 +78,7 @@ def _compared(kernel: Kernel, asked: Asked, device: torch.device) -> tuple[bool,
     row, options = trial_row(asked, drawn, device), options_of(asked, drawn, device)
     exact = torch.promote_types(asked.dtype, torch.float32)
     right = Row(tuple(x.to(exact) for x in row.states), row.direction.to(exact), row.documents)
-    truth = _computed(Reference(), Call(right, options, torch.empty(0)), exact, asked.gradients)
+    truth = _computed(Reference(), Call(right, options, (torch.empty(0), torch.empty(0))), exact, asked.gradients)
     bound, rounding = BOUNDS.get(asked.dtype, 1e-6), ROUNDING.get(asked.dtype, 1e-6)
     sizes = _sizes(truth, right, options, rounding / bound)
     names = ("outputs", "gradients of q", "gradients of k", "gradients of v")
@@ -86,8 +86,9 @@ def _compared(kernel: Kernel, asked: Asked, device: torch.device) -> tuple[bool,
     for number, call in enumerate(calls(row, options, exact)):
         again = " in a second call" if number else ""
         found = _computed(kernel, call, asked.dtype, asked.gradients)
-        for name, one, other, size in zip(names, found, truth, sizes):
-            error = _largest(one, other[call.order], size[call.order])
+        tokens, keys = call.order
+        for name, one, other, size, order in zip(names, found, truth, sizes, (tokens, tokens, keys, keys)):
+            error = _largest(one, other[order], size[order])
             if error > bound:
                 reason = f"tried on this machine, its {name} are off by {error:.0%} in a token's head{again}"
                 return False, f"{reason}, or no numbers"
@@ -111,16 +112,24 @@ def _sizes(truth: list[torch.Tensor], row: Row, options: Options, rounded: float
     # Errors are relative to the length of each token's vector in a head, ``[tokens, heads]``. Late tokens are averages
     # of many values, so they are small beside the first ones: relative to the largest value, a kernel that is wrong for
     # all of them would be close to the reference.
-    cu, tokens = row.documents.cu_seqlens, row.direction.shape[0]
-    document, token = document_of(cu, tokens), torch.arange(tokens, device=cu.device)
-    near = (document[:, None] == document) & ((token[:, None] - token).abs() <= NEAR)
-    mean = (near / near.sum(1, keepdim=True)).to(truth[0].dtype)
-    squares = [mean @ x.detach().square().sum(-1) + 1e-30 for x in truth[:4]]
+    dtype, (q, k, _) = truth[0].dtype, row.states
+    of_queries = _mean_of_near(row.documents, len(q), dtype)
+    sources = row.documents.sources
+    of_keys = of_queries if sources is None else _mean_of_near(sources, len(k), dtype)
+    means = (of_queries, of_queries, of_keys, of_keys)
+    squares = [mean @ x.detach().square().sum(-1) + 1e-30 for mean, x in zip(means, truth[:4])]
     if len(truth) > 1:
         # Where one key has nearly all the weight, gradients of q and k are small and their rounding is not.
         for at, rounding in enumerate(_of_rounding(truth[0], row, options), 1):
-            squares[at] = squares[at] + rounded**2 * (mean @ rounding.square().sum(-1))
+            squares[at] = squares[at] + rounded**2 * (means[at] @ rounding.square().sum(-1))
     return [square.sqrt() for square in squares]
+
+
+def _mean_of_near(documents: Boundaries, tokens: int, dtype: torch.dtype) -> torch.Tensor:
+    cu = documents.cu_seqlens
+    document, token = document_of(cu, tokens), torch.arange(tokens, device=cu.device)
+    near = (document[:, None] == document) & ((token[:, None] - token).abs() <= NEAR)
+    return (near / near.sum(1, keepdim=True)).to(dtype)
 
 
 def _of_rounding(output: torch.Tensor, row: Row, options: Options) -> tuple[torch.Tensor, torch.Tensor]:

@@ -85,8 +85,10 @@ class VarlenFunc(Kernel):
         return found.function is not None, found.reason
 
     def features(self) -> frozenset[str]:
-        # Trees and spans are always there, because the entry point takes keys of other lengths.
-        return frozenset({"trees", "spans", *(feature for feature in PARAMETERS if self.found().name_of(feature))})
+        # These three are always there, because the entry point takes keys of other lengths.
+        return frozenset(
+            {"trees", "spans", "pairs", *(feature for feature in PARAMETERS if self.found().name_of(feature))}
+        )
 
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, boundaries: Boundaries, options: Options, scale: float
@@ -126,7 +128,7 @@ class FlashAttn(VarlenFunc):
     source = "flash_attn"
     CAPABILITY = (8, float("inf"))
     RUNS_ON = (NVIDIA, AMD)
-    FEATURES = frozenset({"window", "softcap", "alibi", "dropout", "deterministic", "trees", "spans"})
+    FEATURES = frozenset({"window", "softcap", "alibi", "dropout", "deterministic", "trees", "spans", "pairs"})
 
 
 class Aiter(VarlenFunc):
@@ -140,7 +142,7 @@ class Aiter(VarlenFunc):
     needs = "torch for ROCm, and aiter"
     source = "aiter"
     RUNS_ON = (AMD,)
-    FEATURES = frozenset({"window", "softcap", "alibi", "dropout", "deterministic", "trees", "spans"})
+    FEATURES = frozenset({"window", "softcap", "alibi", "dropout", "deterministic", "trees", "spans", "pairs"})
 
     def available(self) -> tuple[bool, str]:
         return super().available() if torch.version.hip is not None else (False, "this torch is not built for ROCm")
@@ -155,7 +157,7 @@ class FlashAttn3(VarlenFunc):
     source = "flash_attn_interface"
     CAPABILITY = (8, 9)
     MADE_FOR = (9,)
-    FEATURES = frozenset({"window", "softcap", "deterministic", "trees", "spans"})
+    FEATURES = frozenset({"window", "softcap", "deterministic", "trees", "spans", "pairs"})
 
     def takes(self, head_dim: int, value_dim: int) -> bool:
         # As in hopper/flash_api.cpp: MLA's dimensions, and small ones of q with v's up to those of the backward.
@@ -173,7 +175,7 @@ class FlashAttn4(VarlenFunc):
     CAPABILITY = (9, 12)
     MADE_FOR = (10, 11, 12)
     MULTIPLE = 32  # of others the backward was wrong (flash-attention#2896 on Hopper, #2698 on Blackwell)
-    FEATURES = frozenset({"window", "softcap", "sinks", "deterministic", "trees", "spans"})
+    FEATURES = frozenset({"window", "softcap", "sinks", "deterministic", "trees", "spans", "pairs"})
 
     def padded(self, head_dim: int, value_dim: int) -> tuple[int, int]:
         # MLA's dimensions, or one for all: gradients of other values were wrong on Blackwell (flash-attention#2552).
@@ -199,7 +201,7 @@ class Hub(VarlenFunc):
     source = "kernels-community/flash-attn2"  # or ``org/name@revision``, or a folder
     DEVICES = None  # the device types depend on the build
     RUNS_ON = (INTEL,)
-    FEATURES = frozenset({"window", "softcap", "sinks", "alibi", "dropout", "deterministic", "trees", "spans"})
+    FEATURES = frozenset({"window", "softcap", "sinks", "alibi", "dropout", "deterministic", "trees", "spans", "pairs"})
 
     def __init__(self, source: str = "") -> None:
         if source:

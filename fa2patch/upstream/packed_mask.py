@@ -108,9 +108,9 @@ class PackedMask:
         if documents.parents is not None or documents.until is not None:
             options = self._as_documents_ask(module, options)
         if captured:
-            kernel = self.picks.captured(q, k, v, options, documents)
+            kernel = self.picks.captured(q, k, v, options, documents.kinds)
         else:
-            kernel = self.picks(module, asked_by(q, k, v, options, documents), q.device)
+            kernel = self.picks(module, asked_by(q, k, v, options, *documents.kinds), q.device)
         output = packed_attention(q, k, v, documents, options, kernel)
         if kind is not None and weight is not None:
             prepared = self.picks.prepared

@@ -71,7 +71,7 @@ HARMLESS = {
     "a docstring of what is executed": ("fa2patch/documents/find.py", '"""Finds where', '"""Another text'),
     "a function of packing": ("fa2patch/packing/plans.py", "    return ", "    return None or "),
     "a field of a class that no cell makes": (
-        "fa2patch/packing/passes.py",
+        "fa2patch/packing/units.py",
         "    most: int | None = None  # the most",
         "    most: int | None = 1  # the most",
     ),

@@ -14,6 +14,8 @@ Q = torch.zeros(1, 4, 2, 8)
 
 
 def value_of(row):
+    if row.name == "bias":
+        return torch.full((2, 3, 3), 0.5)
     return torch.full((2,), 0.5) if row.by_head else 1
 
 
@@ -34,9 +36,9 @@ def test_each_keyword_reaches_its_option(row, keyword):
     assert torch.equal(torch.as_tensor(getattr(options, row.name)), torch.as_tensor(value_of(row)))
 
 
-def test_the_trial_has_a_value_for_each_option_but_dropout():
+def test_the_trial_has_a_value_for_each_option_but_dropout_and_what_the_reference_has_alone():
     drawn = torch.Generator().manual_seed(0)
     found = options_of(asks(FEATURES, dtype=torch.bfloat16), drawn, torch.device("cpu"))
-    assert found.features() == {row.feature for row in TABLE} - {"dropout"}
+    assert found.features() == {row.feature for row in TABLE} - {"dropout", "bias"}
     assert found.sinks.dtype == torch.bfloat16 and found.alibi_slopes.dtype == torch.float32
     assert options_of(asks(), drawn, torch.device("cpu")).features() == set()

@@ -121,7 +121,15 @@ def test_a_row_of_the_table_for_every_kernel():
     rows = {row["name"]: row for row in kernels.kernel_rows()}
     assert list(rows) == list(kernels.NAMES[1:])
     assert rows["reference"]["usable"] and rows["reference"]["here"] == list(kernels.FEATURES)
-    assert rows["torch_varlen"]["features"] == ["window", "sinks", "dropout", "deterministic", "trees", "spans"]
+    assert rows["torch_varlen"]["features"] == [
+        "window",
+        "sinks",
+        "dropout",
+        "deterministic",
+        "trees",
+        "spans",
+        "pairs",
+    ]
     assert all(row["reason"] or row["usable"] for row in rows.values())
 
 

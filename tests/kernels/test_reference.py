@@ -235,7 +235,8 @@ def test_every_layer_drops_other_weights():
 @pytest.mark.parametrize("sinks", [False, True], ids=["no sinks", "sinks"])
 def test_torch_accepts_the_operator(sinks, spans):
     made, states_of = documents((1, 3), spans=spans), states((1, 3), groups=2, value_dim=6)
-    tensors = (made.cu_seqlens, None, made.until, sinks_of(sinks), slopes_of(sinks), None)
+    bias = torch.randn(states_of[0].shape[1], 3, 3).requires_grad_() if sinks else None
+    tensors = (made.cu_seqlens, None, None, made.until, sinks_of(sinks), slopes_of(sinks), bias, None)
     torch.library.opcheck(torch.ops.fa2patch.reference.default, (*states_of, *tensors, 0.3, True, 2, 2.0, 0.0))
 
 

@@ -16,7 +16,7 @@ FAULTS = {
     "a function of all: where documents start": (
         "fa2patch/documents/find.py", "given.real & _breaks(ids, step)", "given.real & (ids < 0)"),
     "a function of all: attention": (
-        "fa2patch/kernels/reference.py", "of_keys.split(k), of_keys.split(v)", "of_keys.split(k * 2), of_keys.split(v)"),
+        "fa2patch/kernels/reference.py", "of_keys.split(k), of_keys", "of_keys.split(k * 2), of_keys"),
     "a function of all: the kernel that calls it": (
         "fa2patch/kernels/reference.py", "options if options.scale == scale else replace(options, scale=scale))",
         "options if options.scale == scale else replace(options, scale=scale)) * 2"),

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .data.collators import DataCollatorWithFlattening as DataCollatorWithFlattening
     from .data.completion_only import DataCollatorForCompletionOnlyLM as DataCollatorForCompletionOnlyLM
     from .data.multimodal import DataCollatorForMultimodalFlattening as DataCollatorForMultimodalFlattening
+    from .data.seq2seq import DataCollatorForSeq2Seq as DataCollatorForSeq2Seq
     from .documents.boundaries import Boundaries as Boundaries
     from .documents.find import boundaries as boundaries
     from .errors import Fa2PatchError as Fa2PatchError
@@ -34,6 +35,7 @@ else:
         "Boundaries": "documents.boundaries",
         "DataCollatorForCompletionOnlyLM": "data.completion_only",
         "DataCollatorForMultimodalFlattening": "data.multimodal",
+        "DataCollatorForSeq2Seq": "data.seq2seq",
         "DataCollatorWithFlattening": "data.collators",
         "Fa2PatchError": "errors",
         "LightningCallback": "callbacks.lightning",

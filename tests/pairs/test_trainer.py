@@ -1,4 +1,4 @@
-"""Seq2SeqTrainer: fifty steps of packed pairs have the losses of padded batches; in float64, so that rounding is small."""
+"""Seq2SeqTrainer: fifty steps of packed pairs have the losses of padded batches. In float64, rounding is small."""
 
 from __future__ import annotations
 

@@ -99,7 +99,8 @@ def _may_read_ids(decoder: Model) -> bool:
     # 5.x passes them to attention layers, which ignore the ids, and not to its embeddings.
     inherited = (forward for _, forward in inspecting.forwards(type(decoder)))
     for forward in (decoder.forward, *inherited):
-        if inspecting.code_of(forward) is None or inspecting.takes(forward, "position_ids"):
+        # of upstream's forward: ours, of another patched model of the class, shows them in any case
+        if inspecting.code_of(forward) is None or "position_ids" in inspecting.upstream_parameters(forward):
             return True
         if inspecting.takes_any_keyword(forward):
             if inspecting.has_constant(forward, "position_ids") or inspecting.takes_any_position(forward):

@@ -210,6 +210,18 @@ def test_a_layer_that_was_missed_is_named(family):
         model(**batch.packed())
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_second_model_of_the_class(family):
+    # What the first one was found to need, it needs too, and so does a patch that is renewed.
+    first, second, batch = built(family), built(family), pairs(family)
+    expected = alone(first, batch)
+    for model in (first, second):
+        fa2patch.apply(model, prove=False)
+        fa2patch.apply(model)
+    for model in (first, second):
+        assert model(**batch.packed()).loss.item() == pytest.approx(expected[0], rel=1e-5)
+
+
 @pytest.mark.parametrize("family", ["t5", "bart", "whisper"])
 def test_copies_and_pickles_are_patched_and_a_revert_leaves_nothing(family):
     model, batch = built(family), pairs(family)

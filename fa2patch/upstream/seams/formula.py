@@ -222,8 +222,12 @@ def by_formula(
         more = helpers
         if biased:
             more = {**helpers, **of_longest(self, of_layer)}
-            if call.get(BIAS) is not None:  # of the layer before
-                call[BIAS] = replace(of_layer, bias=call[BIAS])
+            given_bias = call.get(BIAS)  # of the layer before
+            if given_bias is not None:
+                held = (
+                    given_bias.bias if isinstance(given_bias, FormulaMask) else given_bias
+                )  # in a graph it stays a mask
+                call[BIAS] = replace(of_layer, bias=held)
         stands_in = more or self._buffers or not ROTARY.isdisjoint(self._modules) or SWITCH in vars(self)
         layer = LayerOfRow(self, of_layer, more) if stands_in else self
         return without_weights(formula(layer, **call))

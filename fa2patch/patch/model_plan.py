@@ -138,7 +138,7 @@ def plan_pairs(model: ModelLayers) -> ModelPlan:
 
     from ..upstream import pairs  # which only encoder-decoders need
 
-    facts = Facts(model.architecture, pairs=True)
+    facts = Facts(model.architecture, pairs=True, shifts_in_its_loss=labels.shifts_in_its_loss(model.model))
     refusals.pairs_within(model, facts)
     refusals.unreadable_code(model, facts)
     refusals.config_of_its_row(model, facts)

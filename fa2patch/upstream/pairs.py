@@ -8,19 +8,20 @@ The outermost model finds where the documents of both rows start, and hands each
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from .._types import Call, Function, Model
+from .._types import Call, Function
 from ..documents.names import LABELS, LENGTHS, TOKENS
 from ..errors import BadBatch
 from . import inspecting, other_code
 from .calls import Calls, passed
 from .cross import require_pairs
 from .find_documents import packed_mask_of
-from .labels import inside_documents, shifts_in_its_loss
+from .labels import inside_documents
 from .packed_mask import MASK, PackedMask
 from .splitting import Documents
 from .step import MARK, ROLE, Patched
@@ -35,7 +36,7 @@ _SAY = (*SAYS, *[OF_TARGETS + name for name in SAYS])
 
 def entered(original: Function) -> Function:
     """Return the replacement for the ``forward`` of an encoder-decoder."""
-    calls = Calls(original)
+    calls, own_shift = Calls(original), _own_shift(original)
 
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -44,13 +45,13 @@ def entered(original: Function) -> Function:
         call = calls.named(args, kwargs) if outermost else None
         if call is None:  # a model inside is handed what the outermost one has found
             return original(self, *args, **kwargs)
-        return calls.make(self, args, _with_masks(self, patch, call))
+        return calls.make(self, args, _with_masks(self, patch, call, own_shift))
 
     other_code.ours(forward)  # its signature stays: 4.48's generate() would make position_ids if it had them
     return forward
 
 
-def _with_masks(model: Model, patch: Patched, call: Call) -> Call:
+def _with_masks(model: Any, patch: Patched, call: Call, own_shift: Shift | None) -> Call:
     sources, targets = masks_of(model, call)
     if targets is not None:
         patch.examine(model, call, targets)
@@ -63,8 +64,8 @@ def _with_masks(model: Model, patch: Patched, call: Call) -> Call:
     call["use_cache"] = False
     labels = call.get(LABELS[0])
     if labels is not None and not passed(call, [OF_TARGETS + name for name in TOKENS]):
-        call[OF_TARGETS + TOKENS[0]] = _shifted(model, labels, targets)
-    if labels is not None and shifts_in_its_loss(model):  # as VisionEncoderDecoder in 4.57
+        call[OF_TARGETS + TOKENS[0]] = _shifted(model, labels, targets, own_shift)
+    if labels is not None and patch.facts.shifts_in_its_loss:  # as VisionEncoderDecoder in 4.57
         call[LABELS[0]] = inside_documents(labels, targets.boundaries, LABELS[0], targets.shape, None)
     return call
 
@@ -100,9 +101,27 @@ def _mask_of(stack: Any, call: Call, training: bool) -> PackedMask | None:
     return None if patch is None or not passed(call, TOKENS) else packed_mask_of({**call}, patch, training=training)
 
 
-def _shifted(model: Any, labels: torch.Tensor, targets: PackedMask) -> torch.Tensor:
+class Shift(NamedTuple):
+    """A function of a modeling file that makes a decoder's inputs of labels."""
+
+    function: Function
+    settings: tuple[str, ...]  # the names of its arguments behind the labels, which the config has
+
+
+def _own_shift(forward: Function) -> Shift | None:
+    name = next((name for name in SHIFTS if inspecting.reads_name(forward, name)), None)
+    if name is None:
+        return None
+    function = vars(sys.modules[inspect.unwrap(forward).__module__])[name]
+    return Shift(function, tuple(inspecting.parameter_names(function)[1:]))
+
+
+def _shifted(model: Any, labels: torch.Tensor, targets: PackedMask, own: Shift | None) -> torch.Tensor:
     # The model itself makes a decoder's inputs of labels, here of each document, as rows that are padded right.
-    shift = getattr(model, "prepare_decoder_input_ids_from_labels", None) or _own_shift(model)
+    shift = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+    if shift is None and own is not None:
+        settings = [getattr(model.config, name) for name in own.settings]
+        shift = functools.partial(_call, own.function, settings)
     if shift is None:
         raise BadBatch(
             f"{type(model).__name__} does not say how it makes decoder_input_ids of labels: expected decoder_input_ids "
@@ -113,11 +132,5 @@ def _shifted(model: Any, labels: torch.Tensor, targets: PackedMask) -> torch.Ten
     return shifted
 
 
-def _own_shift(model: Any) -> Function | None:
-    forward = inspecting.forward_of(type(model))
-    name = next((name for name in SHIFTS if inspecting.reads_name(forward, name)), None)
-    if name is None:
-        return None
-    shift = vars(sys.modules[forward.__module__])[name]
-    settings = [getattr(model.config, said) for said in inspecting.parameter_names(shift)[1:]]
-    return lambda labels: shift(labels, *settings)
+def _call(function: Function, settings: list[Any], labels: torch.Tensor) -> Any:
+    return function(labels, *settings)

@@ -259,3 +259,30 @@ def test_bfloat16_is_near_float32(family):
     fa2patch.apply(model, prove=False)
     exact = model(**batch.packed()).loss.item()
     assert model.bfloat16()(**batch.packed()).loss.item() == pytest.approx(exact, rel=0.05)
+
+
+@pytest.mark.parametrize("family", ["t5", "bart"])
+def test_lora(family):
+    peft = pytest.importorskip("peft")
+    names = ["q", "v"] if family == "t5" else ["q_proj", "v_proj"]
+    config = peft.LoraConfig(target_modules=names, init_lora_weights=False, task_type="SEQ_2_SEQ_LM")
+    model = peft.get_peft_model(built(family), config).eval()
+    batch = pairs(family)
+    expected = alone(model, batch)
+    fa2patch.apply(model, prove=False)
+    assert expected[2] and all("lora" in name for name in expected[2])
+    assert_equal(computed(model, batch.packed()), expected)
+
+
+@pytest.mark.parametrize("family", ["t5", "bart", "whisper"])
+def test_a_compiled_model(family):
+    model, batch = built(family), pairs(family)
+    expected = alone(model, batch)
+    fa2patch.apply(model, prove=False)
+    compiled = torch.compile(model, backend="aot_eager")
+    assert_equal(computed(model, batch.packed()), expected)
+    model.zero_grad()
+    output = compiled(**batch.packed())
+    output.loss.backward()
+    assert_equal((output.loss.item(), output.logits[0].detach(), gradients(model)), expected)
+    torch.compiler.reset()

@@ -66,11 +66,6 @@ class Boundaries:
         return self._lengths
 
     @property
-    def kinds(self) -> tuple[bool, bool, bool]:
-        # whether there are trees, spans and pairs, which not every kernel has
-        return self.parents is not None, self.until is not None, self.sources is not None
-
-    @property
     def tree(self) -> Tree | None:
         if self.parents is None:
             return None

@@ -79,8 +79,24 @@ def find_boundaries(
         attention_mask = None if _is_of_ones(attention_mask) else attention_mask
     if position_ids is not None and device.type != "meta" and is_plain(position_ids, attention_mask, seq_idx):
         ids = position_ids.reshape(-1, shape[1]).expand(shape)
-        return from_positions(ids, device, always, first_position)
+        found = from_positions(ids, device, always, first_position)
+    else:
+        sources = position_ids, attention_mask, seq_idx
+        found = _from_sources(shape, device, *sources, only_certain, first_position, training, always)
+    return found
 
+
+def _from_sources(
+    shape: tuple[int, int],
+    device: torch.device,
+    position_ids: torch.Tensor | None,
+    attention_mask: torch.Tensor | None,
+    seq_idx: torch.Tensor | None,
+    only_certain: bool,
+    first_position: int,
+    training: bool,
+    always: bool,
+) -> Boundaries | None:
     numbers = {"mask": None if attention_mask is None else whole_numbers(attention_mask), "seq_idx": seq_idx}
     present = {name: ids.expand(shape) for name, ids in numbers.items() if ids is not None}
     axes = [] if position_ids is None else [axis.expand(shape) for axis in axes_of(position_ids)]

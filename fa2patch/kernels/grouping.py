@@ -66,7 +66,7 @@ class Batches:
         self.shapes: list[tuple[int, int]] = []  # of each call: the number of documents, the longest's length
         self.sizes: list[int] = []  # the tokens of each call, with padding
         for batch in self.batches:  # one loop: every packed batch makes one, and a comprehension is a call
-            longest = max([lengths[at] for at in batch])
+            longest = max(map(lengths.__getitem__, batch))
             self.shapes.append((len(batch), longest))
             self.sizes.append(len(batch) * longest)
         self.size = sum(self.sizes)

@@ -54,7 +54,8 @@ def packed_attention(
     if isinstance(options.scale, torch.Tensor):
         q, options = scaled(q, options)
     if isinstance(kernel, str):
-        asked = asked_by(q, k, v, options, *boundaries.kinds)
+        kinds = boundaries.parents is not None, boundaries.until is not None, boundaries.sources is not None
+        asked = asked_by(q, k, v, options, *kinds)
         kernel = pick(kernel, asked, q.device).kernel
     if q.is_meta:
         return q.new_empty(*rows, q.shape[2], v.shape[3])

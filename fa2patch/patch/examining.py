@@ -104,17 +104,19 @@ def examine(patch: Examined, module: Model, call: Call, mask: PackedMask) -> Non
         found = _examined(patch.examination.number, mask.boundaries.parents is not None)
         if found:
             raise PackingNotIsolated(found)
-        return
-    if patch.examination.under_way or thread.proves or looking.thread.calls is not None:
-        return
-    looking.thread.read = None
-    for name in () if patch.stated else LENGTHS:
-        patch.stated = patch.stated or call.get(name) is not None
-    if getattr(call.get("position_ids"), attached.PADDING, None) is None:
-        heads.require_patched(patch)
-        patch.tally.rows = True
-    if patch.model.__dict__.get(MARK) is not patch or vars(module).get("_is_replica"):
-        return  # the patch is reverted, or a replica computes
+    elif not (patch.examination.under_way or thread.proves or looking.thread.calls is not None):
+        looking.thread.read = None
+        for name in () if patch.stated else LENGTHS:
+            patch.stated = patch.stated or call.get(name) is not None
+        if getattr(call.get("position_ids"), attached.PADDING, None) is None:
+            heads.require_patched(patch)
+            patch.tally.rows = True
+        reverted = patch.model.__dict__.get(MARK) is not patch
+        if not (reverted or vars(module).get("_is_replica")):
+            _renew_and_prove(patch, module, call, mask)
+
+
+def _renew_and_prove(patch: Examined, module: Model, call: Call, mask: PackedMask) -> None:
     kept = patch.examination.structure  # asked here, so that a batch of a model as it was needs no other call
     if (kept is None or not kept.is_as_kept()) and _has_changed(patch):
         with _lock:

@@ -173,17 +173,14 @@ def let_through(original: Function) -> Function:
                 "would replace. Call fa2patch.apply(model) again: then each document is computed by itself, with your "
                 "function."
             )
-        told = None if _see_all(mask) else blocks_of(original, variables, given)
+        # whatever is added to the mask of an encoder's layers, or of cross attention, is seen already (T5Gemma)
+        see_all = mask.boundaries.sources is not None or (mask.facts.both_ways and not mask.facts.contradiction)
+        told = None if see_all else blocks_of(original, variables, given)
         if told is not None or mask.facts.contradiction:
             mask = with_spans(mask, told)
         return _as_made_by(original, names, given, told, mask)
 
     return make_mask
-
-
-def _see_all(mask: PackedMask) -> bool:
-    # Whatever is added to the mask of an encoder's layers, or to that of cross attention, is seen already (T5Gemma).
-    return mask.boundaries.sources is not None or (mask.facts.both_ways and not mask.facts.contradiction)
 
 
 def _as_made_by(function: Function, names: list[str], given: Call, told: Blocks | None, mask: PackedMask) -> Any:

@@ -105,12 +105,13 @@ class PackedMask:
             q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
         if self.part is not None:
             q, k, v, options = self.part.all_tokens(q, k, v, options)
-        if documents.parents is not None or documents.until is not None:
+        kinds = documents.parents is not None, documents.until is not None, documents.sources is not None
+        if kinds[0] or kinds[1]:
             options = self._as_documents_ask(module, options)
         if captured:
-            kernel = self.picks.captured(q, k, v, options, documents.kinds)
+            kernel = self.picks.captured(q, k, v, options, kinds)
         else:
-            kernel = self.picks(module, asked_by(q, k, v, options, *documents.kinds), q.device)
+            kernel = self.picks(module, asked_by(q, k, v, options, *kinds), q.device)
         output = packed_attention(q, k, v, documents, options, kernel)
         if kind is not None and weight is not None:
             prepared = self.picks.prepared

@@ -358,6 +358,6 @@ def test_reads_of_the_device(model: Any, monkeypatch: pytest.MonkeyPatch, share:
         with counted(packages=("fa2patch",)) as count:
             model(**batch, use_cache=False)
         rows = len(batch["input_ids"])
-        assert [reader for reader, _ in seen] == ["find_boundaries", "read_rows", *of_the_row]
+        assert [reader for reader, _ in seen] == ["_from_sources", "read_rows", *of_the_row]
         assert seen[1][1] == 2 * rows + 3 + (rows**2 if share else 0)
         assert count.reads + count.kernel == len(seen), count.where

@@ -28,7 +28,7 @@ from ..trainers.packed_trainer import PACKS, held_models, pack_models
 from ..trainers.token_budget import TokenBudget
 from ..upstream import inspecting
 from ..upstream.find_layers import ModelLayers
-from ..upstream.find_models import embedding_of, is_transformers_model, models, transformers_model
+from ..upstream.find_models import embedding_of, is_transformers_model, models, stacks_of, transformers_model
 from ..upstream.step import Tally
 from . import flattening
 from .start import RunOptions, say
@@ -321,9 +321,8 @@ def _joined(names: Iterable[str]) -> str:
 
 
 def reads_no_text(model: Any) -> str:
-    # The reason is empty for an encoder-decoder too, which `apply` refuses with its own message.
-    if getattr(model.config, "is_encoder_decoder", False):
-        return ""
+    if stacks_of(model) is not None:
+        return "it is an encoder-decoder, which takes packed pairs: fa2patch.DataCollatorForSeq2Seq makes them"
     seen = {getattr(layer.module, "is_causal", None) for layer in ModelLayers(model).attention}
     if False in seen:
         embeds = isinstance(embedding_of(model), torch.nn.Embedding)

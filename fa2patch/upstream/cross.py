@@ -86,23 +86,24 @@ def _end_to_end(states: torch.Tensor, given: torch.Tensor | None) -> tuple[torch
 def look(model: ModelLayers, facts: Facts) -> list[Site]:
     # Whisper's decoder takes no such mask and hands its blocks None, because its sources have no padding. They find the
     # packed one on the targets' mask, also when a checkpoint computes them again.
-    blocks = [block for name, block in model.text_modules.items() if _attends_twice(model, name, block)]
+    classes = {type(block) for block in model.text_modules.values()}
+    forwards = {cls: inspecting.forward_of(cls) for cls in classes}
+    takes = {cls for cls, each in forwards.items() if inspecting.takes(each, ENCODED)}
+    takes = {cls for cls in takes if inspecting.takes(forwards[cls], ENCODED_MASK)}
+    blocks = [
+        block for name, block in model.text_modules.items() if type(block) in takes and _attends_twice(model, name)
+    ]
     facts.crosses = bool(blocks)
     if inspecting.takes(inspecting.forward_of(type(model.decoder)), ENCODED_MASK):
         return []
     return [of_forward(block, with_cross_mask) for block in blocks]
 
 
-def _attends_twice(model: ModelLayers, name: str, block: torch.nn.Module) -> bool:
+def _attends_twice(model: ModelLayers, name: str) -> bool:
     # Blocks of GPT-2 and BERT always take an encoder's states, and have a second attention layer only if the config
-    # asks for it.
-    forward = inspecting.forward_of(type(block))
-    takes = inspecting.takes(forward, ENCODED) and inspecting.takes(forward, ENCODED_MASK)
-    return (
-        takes
-        and any(map(str.isdigit, name.split(".")))
-        and sum(layer.name.startswith(f"{name}.") for layer in model.attention) > 1
-    )
+    # asks for it. What holds the list of all blocks is no block.
+    inside = [layer for layer in model.attention if layer.name.startswith(f"{name}.")]
+    return len(inside) > 1 and any(map(str.isdigit, name.split(".")))
 
 
 def with_cross_mask(original: Function) -> Function:

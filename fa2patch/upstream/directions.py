@@ -23,6 +23,7 @@ from .transformers_names import ENCODED, MASKING, imported
 
 _MAKES = re.compile(r"create_\w*mask\w*")
 _LATER = re.compile(r"causal|tril|triu|future|decoder_attention_mask|_prepare_attn_mask")
+_DIGIT = re.compile(r"(^|\.)\d")  # a member of a list of blocks
 # the argument of functions that make masks (4.53 on) for a function that lets more tokens be seen
 ADDED = "or_mask_function"
 
@@ -46,13 +47,12 @@ def look(model: ModelLayers, facts: Facts) -> None:
 def _without_cross(model: ModelLayers) -> list[Layer]:
     # Cross attention sees all of its source, and says nothing of the direction. It is in a block that takes an
     # encoder's states, beside the layer that says it.
+    classes = {type(block) for block in model.text_modules.values()}
+    takes = {cls for cls in classes if inspecting.takes(inspecting.forward_of(cls), ENCODED)}
+    taking = [name for name, block in model.text_modules.items() if type(block) in takes and _DIGIT.search(name)]
+    if not taking:
+        return list(model.attention)
     causal = {layer: is_causal(layer.module, otherwise=not layer.by_itself) for layer in model.attention}
-    taking = {
-        name
-        for name, block in model.text_modules.items()
-        if any(part.isdigit() for part in name.split("."))
-        and inspecting.takes(inspecting.forward_of(type(block)), ENCODED)
-    }
 
     def block_of(layer: Layer) -> list[str]:
         return [name for name in taking if layer.name.startswith(f"{name}.")]

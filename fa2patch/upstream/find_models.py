@@ -141,7 +141,8 @@ def models(model: Model, modules: Iterable[Any] | None = None) -> list[Any]:
     inside = [one for one in _models_among(modules or named_modules(model).values()) if "config" in vars(one)]
     if stacks is not None:  # an encoder-decoder: those around both
         return [one for one in inside if {*stacks} <= {*named_modules(one).values()} - {one}]
-    path = [one for one in inside if _holds(one, embedding)]
+    tables = _tables(modules or named_modules(model).values(), embedding)
+    path = [one for one in inside if not tables.isdisjoint(named_modules(one).values())]
     if path == [model]:  # its table is not in use (Switch's and T5's encoders, untied)
         path += [one for one in inside if one is not model and _embeds_as_many(one, embedding)]
     if path:
@@ -160,13 +161,13 @@ def stacks_of(model: Any) -> tuple[Any, Any] | None:
     return encoder, decoder
 
 
-def _holds(model: Model, embedding: torch.nn.Module | None) -> bool:
+def _tables(modules: Iterable[Any], embedding: torch.nn.Module | None) -> set[Any]:
     # A stack may have a table of its own with the same weight (T5, BART from 4.46 on).
-    weight = getattr(embedding, "weight", None)
-    modules = named_modules(model).values()
-    return embedding in modules or any(
-        module._parameters.get("weight") is weight for module in modules if isinstance(module, torch.nn.Embedding)
-    )
+    weight, tables = getattr(embedding, "weight", None), {embedding}
+    for module in modules:  # no generator: it would take a call for each module of a model of 80 layers
+        if isinstance(module, torch.nn.Embedding) and module._parameters.get("weight") is weight:
+            tables.add(module)
+    return tables
 
 
 def _embeds_as_many(inner: Model, embedding: Any) -> bool:

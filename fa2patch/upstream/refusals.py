@@ -101,7 +101,9 @@ def _require_layers(model: ModelLayers) -> None:
 def unclaimed_flash(model: ModelLayers, facts: Facts) -> None:
     # A model without `_supports_flash_attn` passes if a layer has another seam than the interface, if its layers add a
     # bias that is known, or if its architecture is registered or was named in `apply`.
-    biased = [layer for layer in model.attention if computes_bias(inspecting.forward_of(type(layer.module)))]
+    classes = {type(layer.module) for layer in model.attention}
+    biases = {cls for cls in classes if computes_bias(inspecting.forward_of(cls))}
+    biased = [layer for layer in model.attention if type(layer.module) in biases]
     if biased:
         _refuse_bias_from_elsewhere(model, biased)
     if len(biased) == len(model.attention) or model.vouched or claims_flash_attention(model):

@@ -37,4 +37,5 @@ def test_apply_looks_at_each_module_once():
 
 
 def test_a_first_capture_traces_little_more_than_upstreams():
-    assert own_time.steps_of_capture(True) <= 1.42 * own_time.steps_of_capture(False)
+    # 1.42 before queries and keys could be of different rows, and scores have a bias
+    assert own_time.steps_of_capture(True) <= 1.45 * own_time.steps_of_capture(False)

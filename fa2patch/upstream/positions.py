@@ -36,9 +36,11 @@ def look(model: ModelLayers, facts: Facts) -> list[Site]:
     facts.row_positions = bool(along) and not model.by_document
     # A decoder whose forward reads no position ids counts positions along the row, by what embeds them.
     names = chain(modules, (name for name, _ in decoder.named_parameters()))
-    deep = [] if reads or _may_read_ids(decoder) else list(filter(_POSITIONS.search, names))
-    facts.counting = tuple(dict.fromkeys(name.split(".")[0] for name in deep if name.split(".")[0] in decoder._modules))
-    unreachable = next((name for name in deep if name.split(".")[0] not in facts.counting), "")
+    found = [] if reads or _may_read_ids(decoder) else [*filter(_POSITIONS.search, names)]
+    # Children of the decoder that count by themselves (BART's kin) are called for each document.
+    children = dict.fromkeys(name.split(".")[0] for name in found)
+    facts.counting = tuple(name for name in children if name in decoder._modules and _POSITIONS.search(name))
+    unreachable = next((name for name in found if name.split(".")[0] not in facts.counting), "")
     if unreachable:
         raise UnsupportedModel(
             f"{type(decoder).__name__}.forward reads no position_ids in this version of Transformers, and positions "

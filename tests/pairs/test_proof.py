@@ -132,7 +132,7 @@ def test_verify_sees_labels_that_are_shifted_over_the_row(family, monkeypatch):
     model = built(family)
     fa2patch.apply(model)
     monkeypatch.setattr(
-        forward, "_shifted", lambda model, labels, targets: model.prepare_decoder_input_ids_from_labels(labels=labels)
+        forward, "_shifted", lambda model, labels, *more: model.prepare_decoder_input_ids_from_labels(labels=labels)
     )
     assert not fa2patch.verify(model, strict=False).ok
 

@@ -137,6 +137,7 @@ class HandingOn(transformers.GPT2Model):
         return super().forward(input_ids=input_ids, **kwargs)
 
 
+OF_UDOP = ("packed attention has no way to say", "positions are embedded in cell_2d_embedding")
 T5 = [name for name in ("T5", "MT5", "UMT5", "LongT5", "SwitchTransformers", "Udop") if named(f"{name}Model")]
 
 
@@ -154,7 +155,7 @@ def test_a_decoder_of_t5_gives_no_document_the_states_of_another(name):
     try:
         found, expected = with_states(model, 32)
     except errors.UnsupportedModel as error:
-        assert name == "Udop" and "packed attention has no way to say" in str(error)
+        assert name == "Udop" and any(words in str(error) for words in OF_UDOP)
         return
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     fa2patch.revert(model)
@@ -176,7 +177,7 @@ def test_an_encoder_alone_is_packed_or_refused_by_true_words(name):
     except errors.LayerNotPatchable as error:
         assert "LongT5" in name and "looked in every layer" in str(error)  # its local attention
     except errors.UnsupportedModel as error:
-        assert "Udop" in name and "packed attention has no way to say" in str(error)
+        assert "Udop" in name and any(words in str(error) for words in OF_UDOP)
     else:
         torch.testing.assert_close(stack(**pack(DOCS))[0][0].detach(), expected, rtol=1e-4, atol=1e-4)
 

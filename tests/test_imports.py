@@ -52,7 +52,7 @@ def test_importing_fa2patch_loads_only_what_apply_needs() -> None:
 
 
 # What the import may cost after torch and Transformers, a little more than it does: 15,300 calls in Python 3.11.
-MOST_CALLS, MOST_MODULES = 16_600, 72
+MOST_CALLS, MOST_MODULES = 16_700, 72
 
 
 def test_the_import_costs_few_calls() -> None:

@@ -22,7 +22,7 @@ nitpicky = True
 # No inventories of other projects, because the build needs no network; and types that users only pass on.
 nitpick_ignore_regex = [
     (r"py:.*", r"(?!fa2patch\.).*"),
-    (r"py:class", r"fa2patch\.(_types|packing\.passes|patch\.model_plan|upstream)\..*"),
+    (r"py:class", r"fa2patch\.(_types|packing\.(passes|units)|patch\.model_plan|upstream)\..*"),
 ]
 
 autodoc_member_order = "bysource"

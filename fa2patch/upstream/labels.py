@@ -132,7 +132,10 @@ def predicts_the_next(model: Model, sees_both_ways: bool) -> bool:
 
 
 def shifts_in_its_loss(model: Model) -> bool:
-    return loaded(LOSSES) is not None and _loss_function(model) is loaded(LOSSES).ForCausalLMLoss
+    # Without a type of loss, Transformers takes that of causal LMs.
+    forwards = inspecting.forwards_that_run(type(model))
+    asks = loaded(LOSSES) is not None and any(inspecting.reads_name(forward, "loss_function") for forward in forwards)
+    return asks and getattr(model, "loss_function", None) is loaded(LOSSES).ForCausalLMLoss
 
 
 def _loss_function(model: Model) -> Any:

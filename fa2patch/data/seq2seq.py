@@ -9,13 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..documents.names import IGNORED_LABEL
+from ..documents.names import IGNORED_LABEL, OF_TARGETS
 from ..errors import CollatorError
 from .collators import DataCollatorWithFlattening
 from .columns import present, shown
 
 _SOURCE, _TARGET, _INPUTS = ("input_ids", "attention_mask"), "labels", "decoder_input_ids"
-_OF_TARGETS = "decoder_"
 
 # what an encoder of sounds or pictures takes: one entry for each example, all of one shape
 _MEDIA = ("input_features", "pixel_values")
@@ -110,7 +109,7 @@ class DataCollatorForSeq2Seq:
         if "real_tokens" in batch:
             real = batch.pop("real_tokens")
             batch["labels"][real == 0] = IGNORED_LABEL
-        batch = {name if name in (_TARGET, _INPUTS) else _OF_TARGETS + name: batch[name] for name in batch}
+        batch = {name if name in (_TARGET, _INPUTS) else OF_TARGETS + name: batch[name] for name in batch}
         media = next((name for name in _MEDIA if name in examples[0]), None)
         if media is not None:
             batch[media] = _stacked(media, examples, framework)

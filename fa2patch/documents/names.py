@@ -17,6 +17,9 @@ PARENTS = "segment_parents"
 # Keywords of Transformers' DataCollatorWithFlattening (``return_flash_attn_kwargs``, ``return_seq_idx``), and ours.
 LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", PARENTS)
 
+# The arguments of an encoder-decoder's forward that belong to its targets have this prefix.
+OF_TARGETS = "decoder_"
+
 # Keyword for [batch, length]: 0 in the padding of ``pad_to_multiple_of``, else 1. It is no ``attention_mask``, because
 # Transformers takes a row with a mask for one document. A mask would also be a second source of boundaries: more would
 # be read from the device, and a graph of torch.compile would break.
@@ -141,6 +144,11 @@ class MediaRow(dict[str, Any]):
             if document < len(sizes) and sizes[document]:
                 found[name] = self[name].narrow(dim, sum(sizes[:document]), sizes[document])
         return found
+
+
+def stated(ends: Any, longest: int | None) -> dict[str, Any]:
+    # Where documents end, int32 ``[documents + 1]``, and the longest length, for queries and keys alike.
+    return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
 
 
 def media_key(name: str, there: Container[str]) -> Key | None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..documents.names import IGNORED_LABEL
+from ..documents.names import IGNORED_LABEL, stated
 from ..documents.prefixes import LEAST, prefix_tree
 from ..errors import PackingError
 from .budget import positive
@@ -169,10 +169,7 @@ def share(
     batch = {
         "input_ids": torch.from_numpy(ids)[None],
         "position_ids": tree.positions[None],
-        "cu_seq_lens_q": cu,
-        "cu_seq_lens_k": cu,
-        "max_length_q": longest,
-        "max_length_k": longest,
+        **stated(cu, longest),
         "segment_parents": torch.tensor(tree.parents, dtype=torch.int32),
     }
     places = prefixes.places(lengths)

@@ -11,7 +11,7 @@ import torch
 
 from ..documents.find import find_boundaries
 from ..documents.given_boundaries import from_cu_seqlens
-from ..documents.names import IGNORED_LABEL, LABELS, LENGTHS, LOSS_LABELS, PARENTS, REAL, TOKENS, MediaRow
+from ..documents.names import IGNORED_LABEL, LABELS, LENGTHS, LOSS_LABELS, PARENTS, REAL, TOKENS, MediaRow, stated
 from ..documents.row_shape import PLAIN, RowShape
 from ..errors import PackingError
 from .budget import as_lengths, token_count
@@ -187,10 +187,8 @@ def _lengths(batch: Mapping[str, Any], lengths: list[int], shapes: RowShape, dev
     numbers = torch.arange(len(with_padding), dtype=torch.int32).repeat_interleave(torch.tensor(with_padding))
     found: dict[str, Any] = {
         "seq_idx": numbers[None].to(device),
-        "cu_seq_lens_q": ends,
+        **stated(ends, longest),
         "cu_seq_lens_k": ends.clone(),
-        "max_length_q": longest,
-        "max_length_k": longest,
     }
     # A pass states lengths under the names that the batch uses, and for stated shapes under all names but one.
     found = {

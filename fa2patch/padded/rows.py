@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from .._types import Call
 from ..documents import tensors
 from ..documents.find import counts_anew
-from ..documents.names import PARENTS
+from ..documents.names import PARENTS, stated
 from ..documents.prefixes import LEAST, Prefixes, Segment, prefix_tree
 from ..errors import PackingNotIsolated
 
@@ -159,8 +159,7 @@ def packed_row(shape: torch.Size, rows: Rows, prefixes: Prefixes, place: torch.d
     of_row, position_ids, of_padding, *both = torch.split(on_device, [len(each) for each in numbers])
     cells, token = both or (of_row, None)
     cu = torch.tensor([0, *tree.lengths]).cumsum(0, dtype=torch.int32).to(place)
-    call: Call = {"position_ids": position_ids[None], "cu_seq_lens_q": cu, "cu_seq_lens_k": cu}
-    call.update(max_length_q=max(tree.lengths), max_length_k=max(tree.lengths))
+    call: Call = {"position_ids": position_ids[None], **stated(cu, max(tree.lengths))}
     if any(parent >= 0 for parent in tree.parents):
         call[PARENTS] = torch.tensor(tree.parents, dtype=torch.int32).to(place)
     return call, Layout(shape, of_row, cells, of_padding, token)

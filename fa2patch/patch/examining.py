@@ -188,7 +188,9 @@ def _due(
 
 def _prove(patch: Examined, due: set[tuple[str, int]], module: Model, call: Call, mask: PackedMask) -> None:
     # A replica of the model is proven, or the model itself if a replica does not see the whole forward.
-    from ..proof import proving  # with five more modules, which only a model with unknown modules needs
+    # with five more modules, which only a model with unknown modules needs
+    from ..proof import proving
+    from ..proof.batch_proof import Unseen
 
     held = looking.watched(patch.model)
     calls = any(hook.changes for hook in held)  # it may change something by what another one keeps
@@ -198,11 +200,11 @@ def _prove(patch: Examined, due: set[tuple[str, int]], module: Model, call: Call
             with proof(), patch.examination.paused(itself):
                 proving.prove(module, call, mask, itself, calls)
         except Exception as error:
-            if is_no_verdict(error) or not (held or isinstance(error, proving.Unseen)):
+            if is_no_verdict(error) or not (held or isinstance(error, Unseen)):
                 raise
             with proof(), patch.examination.paused():  # it may read what a hook keeps, of the model, not of the replica
                 proving.prove(module, call, mask, itself=True, hooks=bool(held))
-    except proving.Unseen as error:
+    except Unseen as error:
         raise PackingNotIsolated(str(error)) from None
     if held:
         from ..proof.state import State, names_of

@@ -28,7 +28,7 @@ from ..upstream.find_models import models
 from ..upstream.packed_mask import PackedMask
 from ..upstream.step import MARK, ROLE
 from .inputs import exchanges, slices_between
-from .runs import Rounded, Runs, picks, rounding, roundings, with_leaf
+from .runs import Rounded, Runs, largest_part, picks, rounding, roundings, with_leaf
 from .state import State
 from .unknown import unknown
 
@@ -184,8 +184,8 @@ class BatchProof(Runs):
         # The largest gradient from the outputs of other tokens to exchanged embeddings, relative to the largest of all.
         if self.leaf is None:
             return 0.0  # the caller finds that nothing was exchanged either
-        found = self.gradient(outputs, self.leaf, ~exchanged).float().abs()
-        return float((found * exchanged[..., None].to(found.device)).max() / found.max().clamp(min=1e-30))
+        (found,) = self.gradients_to(outputs, [self.leaf], ~exchanged)
+        return largest_part(found, exchanged)
 
     def suspect(self) -> str:
         known = unknown(ModelLayers(self.original)) or "nothing by its class"

@@ -60,12 +60,17 @@ def text_tokens(inner: Model) -> torch.Tensor:
     return torch.tensor([token for token in range(min(size, 50_000)) if token not in special])
 
 
+def random_text(inner: Model, length: int, device: torch.device) -> torch.Tensor:
+    # int64 ``[1, length]``, the same in each call
+    vocabulary = text_tokens(inner)
+    drawn = torch.randint(len(vocabulary), (1, length), generator=torch.Generator().manual_seed(0))
+    return vocabulary[drawn].to(device)
+
+
 def example(device: torch.device, inner: Model, tree: bool = False) -> Call:
     # One row of random text tokens, the same in each call. The documents of a tree are segments.
-    vocabulary = text_tokens(inner)
-    drawn = torch.randint(len(vocabulary), (1, sum(EXAMPLE)), generator=torch.Generator().manual_seed(0))
     of_segments = Tree(EXAMPLE, EXAMPLE_PARENTS if tree else [-1] * len(EXAMPLE), device)
-    call = {"input_ids": vocabulary[drawn].to(device), "position_ids": of_segments.positions[None]}
+    call = {"input_ids": random_text(inner, sum(EXAMPLE), device), "position_ids": of_segments.positions[None]}
     if tree:
         call["cu_seq_lens_q"] = torch.tensor([0, *EXAMPLE]).cumsum(0).to(device, torch.int32)
         call[PARENTS] = torch.tensor(EXAMPLE_PARENTS).to(device, torch.int32)
@@ -158,6 +163,13 @@ def slices_between(boundaries: Boundaries, length: int, mask: torch.Tensor | Non
             continued = numbers[parent] if parent >= 0 else -1
             slices.append(RowSlice(row, start, start + (tokens or size), tokens > 0, continued))
     return slices
+
+
+def evenly(count: int, most: int | None) -> list[int]:
+    # Up to ``most`` of ``count`` things, by their index, the first and the last among them.
+    if most is None or count <= most:
+        return list(range(count))
+    return [round(at * (count - 1) / max(most - 1, 1)) for at in range(most)]
 
 
 def exchanges(tree: Tree) -> list[list[bool]]:

@@ -10,18 +10,17 @@ from typing import Any
 import torch
 
 from .._types import Args, Call, Model
-from ..comparison import distance, random_sum, tensors
-from ..documents.boundaries import Boundaries
-from ..documents.names import LABELS, TOKENS
+from ..comparison import distance, tensors
+from ..documents.names import LABELS, OF_TARGETS, TOKENS
 from ..errors import BadBatch
 from ..upstream.find_models import embedding_in_use, models, stacks_of
 from ..upstream.packed_mask import MASK, PackedMask
-from ..upstream.pairs import OF_TARGETS, SAYS, masks_of
-from ..upstream.step import MARK as PATCH
+from ..upstream.pairs import SAYS, masks_of
+from ..upstream.step import MARK
 from .batch_proof import BatchProof
-from .inputs import slices_between, text_tokens
+from .inputs import evenly, random_text, slices_between
 from .result import Document, Verification
-from .runs import left_as_it_was, near
+from .runs import largest_part, left_as_it_was, near, one_document, others
 from .state import State
 
 
@@ -32,6 +31,7 @@ class PairProof(BatchProof):
         super().__init__(model, original, call, mask, state)
         stacks: Any = stacks_of(model)
         self.encoder, self.inner = stacks[0], models(stacks[1])[-1]
+        self.targets = mask.boundaries
         self.sources, _ = masks_of(original, call)  # None for sounds and pictures, one for each target
         self.leaves: list[tuple[torch.Tensor, torch.Tensor | None]] = []  # of the last run, and what was exchanged
 
@@ -77,18 +77,12 @@ class PairProof(BatchProof):
 
     def _pairs(self, exchanged: torch.Tensor) -> torch.Tensor:
         # bool [pairs], of tokens of the targets
-        flat, ends = exchanged.flatten().cpu(), torch.tensor([0, *self._targets.lengths]).cumsum(0)
+        flat, ends = exchanged.flatten().cpu(), torch.tensor([0, *self.targets.lengths]).cumsum(0)
         return flat[ends[:-1].clamp(max=len(flat) - 1)]
-
-    @property
-    def _targets(self) -> Boundaries:
-        _, targets = masks_of(self.original, self.call)
-        assert targets is not None, "a packed batch is proven"
-        return targets.boundaries
 
     def _leaf(self, states: torch.Tensor, exchanged: torch.Tensor | None) -> torch.Tensor:
         if exchanged is not None:
-            states = torch.where(exchanged[..., None].to(states.device), states.roll(1, -1) * 1.25, states)
+            states = others(states, exchanged)
         if not torch.is_grad_enabled():
             return states
         leaf = states.detach().requires_grad_()
@@ -96,22 +90,11 @@ class PairProof(BatchProof):
         return leaf * 1
 
     def crossing(self, outputs: list[torch.Tensor], exchanged: torch.Tensor) -> float:
-        total = random_sum(outputs, ~exchanged)
-        if total is None or not self.leaves:
+        if not self.leaves:
             return 0.0
-        gradients: tuple[torch.Tensor | None, ...]
-        if any(parameter.requires_grad for parameter in self.model.parameters()):
-            gradients = torch.autograd.grad(total, [leaf for leaf, _ in self.leaves], allow_unused=True)
-        else:
-            torch.autograd.backward([total])  # reentrant checkpoints refuse autograd.grad
-            gradients = tuple([leaf.grad for leaf, _ in self.leaves])
-        largest = [0.0]
-        for gradient, (_, of_leaf) in zip(gradients, self.leaves):
-            if gradient is not None and of_leaf is not None:
-                size = gradient.float().abs()
-                hidden = of_leaf[..., None].to(size.device)
-                largest.append(float((size * hidden).max() / size.max().clamp(min=1e-30)))
-        return max(largest)
+        gradients = self.gradients_to(outputs, [leaf for leaf, _ in self.leaves], ~exchanged)
+        parts = [(found, hidden) for found, (_, hidden) in zip(gradients, self.leaves) if hidden is not None]
+        return max([largest_part(*each) for each in parts], default=0.0)
 
     def alone(self, at: int, call: Call) -> Call:
         own = {name: value for name, value in call.items() if not name.endswith((MASK, *SAYS))}
@@ -127,15 +110,9 @@ class PairProof(BatchProof):
         }
 
     def _stated(self, place: Any, call: Call, names: list[str], prefix: str) -> Call:
-        ends = torch.tensor([0, place.length], dtype=torch.int32, device=self.device)
-        said = {
-            "cu_seq_lens_q": ends,
-            "cu_seq_lens_k": ends,
-            "max_length_q": place.length,
-            "max_length_k": place.length,
-        }
         rows = {name: call[name][place.row : place.row + 1, place.start : place.stop] for name in names}
-        return {**rows, **{prefix + name: value for name, value in said.items()}}
+        lengths = one_document(place.length, self.device)
+        return {**rows, **{prefix + name: value for name, value in lengths.items()}}
 
     def mask_of(self, call: Call) -> PackedMask:
         _, targets = masks_of(self.original, call)
@@ -177,16 +154,14 @@ _SOURCES, _TARGETS = (9, 5, 12, 7), (6, 8, 3, 10)
 def example_of_pairs(model: Any, device: torch.device) -> Call:
     stacks: Any = stacks_of(model)
     encoder, decoder = stacks
-    if PATCH not in vars(encoder):
+    if MARK not in vars(encoder):
         raise BadBatch(
             f"batch: expected one for this {type(model).__name__}, whose sources are no tokens: its sounds or "
             "pictures, packed labels and decoder_position_ids."
         )
     call = {}
     for name, stack, lengths in (("input_ids", encoder, _SOURCES), ("labels", decoder, _TARGETS)):
-        vocabulary = text_tokens(stack)
-        drawn = torch.randint(len(vocabulary), (1, sum(lengths)), generator=torch.Generator().manual_seed(0))
-        call[name] = vocabulary[drawn].to(device)
+        call[name] = random_text(stack, sum(lengths), device)
     for prefix, lengths in (("", _SOURCES), (OF_TARGETS, _TARGETS)):
         call[f"{prefix}position_ids"] = torch.cat([torch.arange(length) for length in lengths])[None].to(device)
     return call
@@ -206,8 +181,7 @@ def verified(model: Any, batch: Call | None, most: int | None) -> Verification:
         measured = PairProof(model, model, call, targets, State(model.modules()))
         before = [each.detach() for each in measured.outputs(None)]
         places = measured.slices
-        some = len(places) if most is None else min(most, len(places))
-        chosen = {round(at * (len(places) - 1) / max(some - 1, 1)) for at in range(some)}
+        chosen = evenly(len(places), most)
         documents = [measured.document(at, before, at in chosen) for at in range(len(places))]
         moved, far = measured.bound, near(measured.dtype)
         reason = ""

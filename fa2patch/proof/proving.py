@@ -13,14 +13,12 @@ from ..upstream.find_models import is_sharded
 from ..upstream.packed_mask import PackedMask
 from ..upstream.step import MARK, Patched
 from . import looking
-from .batch_proof import BatchProof, Unseen
+from .batch_proof import BatchProof
 from .inputs import example
 from .replica import open_gates, replica
 from .runs import left_as_it_was
 from .state import State
 from .unknown import unknown_modules
-
-__all__ = ["Unseen"]
 
 
 def prove(model: Model, call: Call, mask: PackedMask, itself: bool = False, hooks: bool = False) -> None:

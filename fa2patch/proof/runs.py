@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .._torch import eagerly, is_no_verdict
 from .._types import Args, Call, Model
 from ..comparison import random_sum, tensors
-from ..documents.names import LENGTHS, TOKENS
+from ..documents.names import LENGTHS, TOKENS, stated
 from ..documents.trees import Tree
 from ..errors import PackingNotIsolated
 from ..upstream.calls import passed
@@ -144,6 +144,22 @@ def left_as_it_was(model: Model, evaluates: bool = True) -> Iterator[None]:
                 parameter.grad = gradient
 
 
+def others(embedded: torch.Tensor, exchanged: torch.Tensor) -> torch.Tensor:
+    # Embeddings ``[batch, length, size]``, other ones where ``exchanged``, bool ``[batch, length]``.
+    return torch.where(exchanged[..., None].to(embedded.device), embedded.roll(1, -1) * 1.25, embedded)
+
+
+def one_document(length: int, device: torch.device) -> Call:
+    # The lengths of a row that is one document.
+    return stated(torch.tensor([0, length], dtype=torch.int32, device=device), length)
+
+
+def largest_part(gradient: torch.Tensor, tokens: torch.Tensor) -> float:
+    # The largest gradient of these tokens, bool ``[batch, length]``, relative to the largest of all.
+    size = gradient.float().abs()
+    return float((size * tokens[..., None].to(size.device)).max() / size.max().clamp(min=1e-30))
+
+
 def with_leaf(
     model: Model,
     inner: Model,
@@ -163,7 +179,7 @@ def with_leaf(
         if shape is not None and embedded.shape[:2] != shape:
             return embedded
         if exchanged is not None:
-            embedded = torch.where(exchanged[..., None].to(embedded.device), embedded.roll(1, -1) * 1.25, embedded)
+            embedded = others(embedded, exchanged)
         if not torch.is_grad_enabled() or leaf is not None:
             return embedded
         embedded = embedded.detach()
@@ -260,25 +276,23 @@ class Runs:
                     return torch.cat([row.narrow(dim, place.start, place.length) for place in path], dim)
             return value
 
-        size, (tokens, *_) = sum(place.length for place in path), passed(call, TOKENS).values()
-        ends = torch.tensor([0, size], dtype=torch.int32, device=tokens.device)
-        stated = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": size, "max_length_k": size}
+        (tokens, *_) = passed(call, TOKENS).values()
         own = {name: of(value) for name, value in call.items() if name not in (*LENGTHS, "attention_mask")}
-        return {**own, **stated}
+        return {**own, **one_document(sum(place.length for place in path), tokens.device)}
 
-    def gradient(
-        self, outputs: Sequence[torch.Tensor], leaf: torch.Tensor, tokens: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def gradients_to(
+        self, outputs: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor], tokens: torch.Tensor | None = None
+    ) -> list[torch.Tensor]:
         # From the outputs of a run, of all tokens or of some, to its embeddings.
-        total, found = random_sum(outputs, tokens), None
+        total = random_sum(outputs, tokens)
+        found: list[torch.Tensor | None] = [None for _ in leaves]
         if total is not None and any(parameter.requires_grad for parameter in self.model.parameters()):
-            (found,) = torch.autograd.grad(total, leaf, allow_unused=True)
+            found = [*torch.autograd.grad(total, leaves, allow_unused=True)]
         elif total is not None:
             torch.autograd.backward([total])  # reentrant checkpoints refuse autograd.grad
-            found = leaf.grad
-        if found is None:
-            found = torch.zeros_like(leaf)
-        return self.model.summed(found) if isinstance(self.model, WholeRows) else found
+            found = [leaf.grad for leaf in leaves]
+        whole = [torch.zeros_like(leaf) if each is None else each for leaf, each in zip(leaves, found)]
+        return [self.model.summed(each) for each in whole] if isinstance(self.model, WholeRows) else whole
 
     def run(self, call: Call, exchanged: torch.Tensor | None = None) -> Any:
         # ``exchanged``: tokens that get other embeddings, bool ``[batch, length]``.

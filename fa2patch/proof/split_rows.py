@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from .._types import Call, Model
-from ..documents.names import IGNORED_LABEL
+from ..documents.names import IGNORED_LABEL, stated
 from ..documents.row_shape import RowShape
 from ..upstream import ulysses
 from ..upstream.ulysses import RowPart
@@ -90,8 +90,7 @@ def _padded(batch: Call, more: int, shape: RowShape) -> Call:
     new = torch.arange(1, rows + 1, device=cu.device, dtype=cu.dtype) * (length + more)
     ends = torch.cat([cu + (cu - 1).clamp(min=0) // length * more, new]).sort().values
     longest = max(more, int(batch.get("max_length_q") or ends.diff().max()))
-    lengths = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
-    return {**batch, **longer, **lengths}
+    return {**batch, **longer, **stated(ends, longest)}
 
 
 @contextlib.contextmanager

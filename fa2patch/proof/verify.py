@@ -30,7 +30,7 @@ from ..upstream.find_models import (
 )
 from ..upstream.forward import proof
 from ..upstream.step import MARK
-from .inputs import RowSlice, checked, example, require_same_on_every_rank, slices_of, text_tokens
+from .inputs import RowSlice, checked, evenly, example, require_same_on_every_rank, slices_of, text_tokens
 from .result import Document, Verification
 from .runs import Runs, dtypes_saved, left_as_it_was, near, outputs, outputs_and_embeddings, picks, rounding
 from .split_rows import whole
@@ -170,12 +170,11 @@ class Measurements(Runs):
 
     def measure(self, most: int | None) -> None:
         real = [at for at, place in enumerate(self.slices) if place.real]
-        if most is not None and len(real) > most:
-            real = [real[round(i * (len(real) - 1) / max(most - 1, 1))] for i in range(most)]
+        real = [real[one] for one in evenly(len(real), most)]
         for at in real + [at for at, place in enumerate(self.slices) if not place.real]:
             place = self.slices[at]
             output, leaf = outputs_and_embeddings(self.model, self.inner, self.with_other_tokens(at))
-            gradient, after = self.gradient([place.of(output)], leaf), output.detach()
+            (gradient,), after = self.gradients_to([place.of(output)], [leaf]), output.detach()
             del output  # and its graph
             if place.real:
                 self._require_seen(at, after, gradient)
@@ -319,7 +318,7 @@ class Measurements(Runs):
         length, start = self.slices[at].length, self.tree.offsets[ancestor]
         output, leaf = outputs_and_embeddings(self.model, self.inner, self.alone(at, self.call))
         own = output[0, -length:]
-        found = self.gradient([own], leaf)
+        (found,) = self.gradients_to([own], [leaf])
         with torch.no_grad():
             after = outputs(self.model, self.alone(at, self.with_other_tokens(ancestor)))
         change = _largest(after[0, -length:] - own) / self.scale

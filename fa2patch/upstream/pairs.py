@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .._types import Call, Function
-from ..documents.names import LABELS, LENGTHS, TOKENS
+from ..documents.names import LABELS, LENGTHS, OF_TARGETS, TOKENS
 from ..errors import BadBatch
 from . import inspecting, other_code
 from .calls import Calls, passed
@@ -27,9 +27,8 @@ from .splitting import Documents
 from .step import MARK, ROLE, Patched
 from .transformers_names import SHIFTS
 
-# The arguments that say where documents start. Those of the targets have this prefix.
+# The arguments that say where documents start.
 SAYS = ("position_ids", *LENGTHS)
-OF_TARGETS = "decoder_"
 
 _SAY = (*SAYS, *[OF_TARGETS + name for name in SAYS])
 

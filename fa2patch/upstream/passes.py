@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from .._torch import autocast_uncached
 from .._types import Call
 from ..documents.boundaries import Boundaries
-from ..documents.names import LENGTHS, MEDIA, PARENTS
+from ..documents.names import LENGTHS, MEDIA, PARENTS, stated
 from ..documents.row_shape import PLAIN, RowShape
 from ..errors import OverBudget
 from ..packing.budget import PASSES, check_budget, check_policy
@@ -243,8 +243,6 @@ def outside_graphs(function: Callable[..., Any], *args: Any) -> Any:
 def _compiled(own: Step, part: Pass, compiler: Any) -> Any:
     # The model's forward is compiled as for any packed row with lengths.
     of, patch = part.boundaries, own.patch
-    lengths = {"cu_seq_lens_q": of.cu_seqlens, "cu_seq_lens_k": of.cu_seqlens}
-    longest = {"max_length_q": of.max_seqlen, "max_length_k": of.max_seqlen}
     parents = {} if of.parents is None else {PARENTS: of.parents}
     call = {name: value for name, value in own.call.items() if not _is_mask(value)}
     if own.calls.takes_ids and call.get("position_ids") is None and own.mask is not None:
@@ -252,7 +250,7 @@ def _compiled(own: Step, part: Pass, compiler: Any) -> Any:
     budget, patch.budget = patch.budget, None
     before = set_eval_frame(compiler)
     try:
-        return own.module.forward(**call, **lengths, **longest, **parents)
+        return own.module.forward(**call, **stated(of.cu_seqlens, of.max_seqlen), **parents)
     finally:
         set_eval_frame(before)
         patch.budget = budget

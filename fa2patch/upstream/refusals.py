@@ -18,8 +18,6 @@ from .seams.bias import computes_bias
 from .step import Step, Trait
 from .transformers_names import ATTENTION_FUNCTIONS
 
-ENCODED = "encoder_hidden_states"
-
 
 def kind(model: ModelLayers, facts: Facts) -> None:
     if takes_no_token_ids(model.model):

@@ -300,7 +300,8 @@ def create_causal_mask_mapping(config, attention_mask, mm_token_type_ids):
 
 def mask_of(*lengths):
     ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    return PackedMask(Boundaries(ends, max(lengths)), None, (1, sum(lengths)), max(lengths))
+    of_a_decoder = Facts(both_ways=False)
+    return PackedMask(Boundaries(ends, max(lengths)), None, (1, sum(lengths)), max(lengths), facts=of_a_decoder)
 
 
 def test_a_model_that_makes_its_prefix_mask_while_it_merges_pictures_is_refused():

@@ -224,10 +224,8 @@ def by_formula(
             more = {**helpers, **of_longest(self, of_layer)}
             given_bias = call.get(BIAS)  # of the layer before
             if given_bias is not None:
-                held = (
-                    given_bias.bias if isinstance(given_bias, FormulaMask) else given_bias
-                )  # in a graph it stays a mask
-                call[BIAS] = replace(of_layer, bias=held)
+                in_a_graph = isinstance(given_bias, FormulaMask)  # elsewhere it became a tensor
+                call[BIAS] = replace(of_layer, bias=given_bias.bias if in_a_graph else given_bias)
         stands_in = more or self._buffers or not ROTARY.isdisjoint(self._modules) or SWITCH in vars(self)
         layer = LayerOfRow(self, of_layer, more) if stands_in else self
         return without_weights(formula(layer, **call))

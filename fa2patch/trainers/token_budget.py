@@ -67,7 +67,7 @@ class TokenBudget:
     def give(self, model: Any) -> None:
         patch = status(model)
         if patch is not None:
-            patch.budget = budget_of(self.max_tokens, self.too_long, self.shapes)
+            patch.limit(budget_of(self.max_tokens, self.too_long, self.shapes))
 
     def training_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # The trainer's own step calls compute_loss and accelerator.backward, which come here.

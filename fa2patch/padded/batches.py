@@ -157,12 +157,12 @@ def _as_one_row(base: Any, call: Call, share: bool, head: head_calls.HeadCall | 
     patch: Patched | None = base.__dict__.get(MARK)
     if patch is None:
         raise _AsItCame
-    if patch.budget is not None:
-        call = _with_mask(call)
     encoded = {name: call.pop(name) for name in (ENCODED, ENCODED_MASK) if name in call}  # of the sources' rows
     asked = call
     if head is not None and head.pairs:  # a decoder is told of a cache that its config asks for
         call, asked = _with_labels(call, head, bool(encoded)), head.call
+    if patch.budget is not None:
+        call = _with_mask(call)
     if not _may_be_padded(call, asked.get("use_cache")):
         raise _AsItCame
     _require_readable(call)

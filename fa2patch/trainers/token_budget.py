@@ -126,6 +126,8 @@ class TokenBudget:
         patch = self._patch
         if patch is None:
             return "what is not patched"
+        if patch.facts.stacks:
+            return "two stacks, whose tokens are those of two rows"
         if self._looked_at is not patch.plan:
             self._looked_at, self._held = patch.plan, unknown(ModelLayers(patch.model))
         return self._held

@@ -84,6 +84,12 @@ class Tally:
     tokens: int = 0  # the tokens that were computed in their place
     why: str = ""  # why the first other batch with a mask stayed padded
 
+    def with_stacks(self, stacks: Iterable[Tally]) -> Tally:
+        """What an encoder-decoder has computed, whose stacks count their own tokens of its batches."""
+        each = [self, *stacks]
+        batches, why = max(one.batches for one in each), next((one.why for one in each if one.why), "")
+        return Tally(self.rows, batches, sum(one.cells for one in each), sum(one.tokens for one in each), why)
+
 
 class Patched(Protocol):
     """A patch, as a forward uses it: see :class:`fa2patch.Patch`."""

@@ -116,6 +116,8 @@ def config_of(architecture: str, **changes: Any) -> Any:
     settings = _settings(cls, architecture[: -len(PAIRS)])
     ends = [getattr(parameters(cls).get(name), "default", None) for name in ("decoder_start_token_id", "pad_token_id")]
     start = "pad_token_id" if ends[0] in (None, ends[1]) else "eos_token_id"  # T5 and Marian begin with padding
+    if architecture.endswith(f"encoder-decoder{PAIRS}"):  # which takes padding at the start for hidden
+        start = "bos_token_id"
     return made(cls, {**settings, "decoder_start_token_id": settings[start], **changes})
 
 
@@ -188,8 +190,15 @@ def pairs(architecture: str, sources: tuple[int, ...], targets: tuple[int, ...],
         return torch.randint(3, VOCABULARY - 5, (1, length), generator=generator)
 
     name, shape = reads(architecture)
-    made = [{name: tokens(length) if not shape else torch.randn(shape, generator=generator)} for length in sources]
+    made = [{name: _drawn(shape, generator) if shape else tokens(length)} for length in sources]
     return Pairs(made, [tokens(length) for length in targets])
+
+
+def _drawn(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    values = torch.randn(shape, generator=generator)
+    if shape == _SHAPES["flattened_patches"][0]:
+        values[..., :2] = torch.arange(1.0, 1 + shape[1])[:, None]  # a patch begins with its row and its column
+    return values
 
 
 # What sounds and pictures may be to a model: the first that it computes is what it reads. A processor's sizes are not
@@ -211,6 +220,6 @@ def reads(architecture: str) -> tuple[str, tuple[int, ...]]:
         for name in [name for name in _SHAPES if name in takes or name == "pixel_values"]:
             for shape in _SHAPES[name]:
                 with contextlib.suppress(Exception):
-                    model(**{name: torch.randn(shape)}, labels=torch.full((1, 3), 5))
+                    model(**{name: _drawn(shape, torch.Generator())}, labels=torch.full((1, 3), 5))
                     return name, shape
     return "input_ids", ()

@@ -140,6 +140,7 @@ def plan_pairs(model: ModelLayers) -> ModelPlan:
 
     facts = Facts(model.architecture, pairs=True, shifts_in_its_loss=labels.shifts_in_its_loss(model.model))
     refusals.pairs_within(model, facts)
+    refusals.stacks(model, facts)
     refusals.unreadable_code(model, facts)
     refusals.config_of_its_row(model, facts)
     sites = tuple(of_forward(inner, pairs.entered) for inner in model.entered)

@@ -12,12 +12,14 @@ from numpy.typing import NDArray
 
 from .._torch import compiling
 from .._types import Args, Call
-from ..documents.names import LENGTHS, MEDIA, TOKENS
+from ..documents.names import IGNORED_LABEL, LABELS, LENGTHS, MEDIA, TOKENS
 from ..errors import BadBatch, StaysPadded
 from ..upstream import attached, caches
 from ..upstream.calls import passed
 from ..upstream.facts import Facts
+from ..upstream.packed_mask import PackedMask
 from ..upstream.step import MARK, PADDING, Patched, Tally
+from ..upstream.transformers_names import ENCODED, ENCODED_MASK
 from ..upstream.ulysses import row_part
 from . import head_calls
 from .rows import Layout, packed_row, read_rows, shared_prefixes, unshared
@@ -48,15 +50,16 @@ class PaddedBatches:
     # The model's replaced forward calls `computed`. Forward hooks would not do: sentence-transformers calls
     # model.forward(...), which runs none.
 
-    def __init__(self, base: torch.nn.Module, share_prompts: bool = False) -> None:
+    def __init__(self, base: torch.nn.Module, share_prompts: bool = False, of_pairs: bool = False) -> None:
         self.base, self.share_prompts = base, share_prompts
+        self._of_pairs = of_pairs  # a stack of an encoder-decoder, around which the call is noted
         self._pools = False
         self._warned: set[str] = set()
         self._batches: dict[Any, int] = {}
         self._reads: set[Any] = set()
         base.__dict__[PADDING] = self
         outermost = base.__dict__[MARK].model
-        if outermost is not base:
+        if outermost is not base and not of_pairs:
             outermost.__dict__[PADDING] = head_calls.Around()
 
     def remove(self) -> None:
@@ -77,6 +80,8 @@ class PaddedBatches:
 
             return outside_graphs(self.computed, forward, module, args, kwargs, names)
         head = head_calls.head_of(module)
+        if self._of_pairs and head is None:  # generate() calls the encoder alone
+            return forward(module, args, kwargs)
         row = self._one_row(module, {**dict(zip(names, args)), **kwargs}, head)
         tally = module.__dict__[MARK].tally if MARK in module.__dict__ else Tally()
         if isinstance(row, str):
@@ -87,7 +92,7 @@ class PaddedBatches:
             tally.batches += 1
             tally.cells += row.real.numel()
             tally.tokens += len(row.layout.at)
-        output, noise = forward(module, (), row.call), head is not None and head.noise
+        output, noise = forward(module, (), row.call), head is not None and head.noise_of is self
         if _pools_rows(output, len(row.real)):
             self._pools = True
             return self.computed(forward, module, args, kwargs, names)
@@ -112,7 +117,7 @@ class PaddedBatches:
         # Whether the head reads hidden states of padding is tried with the first batch of a kind, and with batches 2,
         # 4, 8, ... of it. With start_positions, for example, a head computes a loss over the row.
         if head.in_trial:
-            head.real = row.real
+            head.real[self] = row.real
             return
         given = frozenset(passed(head.call, head.call))
         kind = (row.padding, given, head.module.training, torch.is_grad_enabled())
@@ -120,7 +125,7 @@ class PaddedBatches:
             if kind not in self._reads:
                 self._batches[kind] = times = self._batches.get(kind, 0) + 1
                 due, device = times & (times - 1) == 0, row.layout.cells.device
-                if due and head_calls.reads_padding(head, device, row.padding.predicts):
+                if due and head_calls.reads_padding(head, self, device, row.padding.predicts):
                     self._reads.add(kind)
             if kind not in self._reads:
                 return
@@ -152,9 +157,13 @@ def _as_one_row(base: Any, call: Call, share: bool, head: head_calls.HeadCall | 
     patch: Patched | None = base.__dict__.get(MARK)
     if patch is None:
         raise _AsItCame
+    encoded = {name: call.pop(name) for name in (ENCODED, ENCODED_MASK) if name in call}  # of the sources' rows
+    asked = call
+    if head is not None and head.pairs:  # a decoder is told of a cache that its config asks for
+        call, asked = _with_labels(call, head, bool(encoded)), head.call
     if patch.budget is not None:
         call = _with_mask(call)
-    if not _may_be_padded(call):
+    if not _may_be_padded(call, asked.get("use_cache")):
         raise _AsItCame
     _require_readable(call)
     if row_part(base, call) is not None:
@@ -163,10 +172,11 @@ def _as_one_row(base: Any, call: Call, share: bool, head: head_calls.HeadCall | 
     call = _for_each_row(call, mask.shape)
     given, real, first = call.get("position_ids"), mask != 0, patch.facts.first_position
     no = real.new_zeros(())
-    predicts = head_calls.padding_predicts(head, real) if head is not None else no
+    predicts = no if head is None or (head.pairs and not encoded) else head_calls.padding_predicts(head, real)
     otherwise = _counted_otherwise(call, real, first) if given is None and first else no
-    compared = _to_compare(call, mask.shape) if share and may_share(patch.facts) else []
-    rows = read_rows(mask, given, compared, [predicts, otherwise])  # the only read from the device
+    compared = _to_compare(call, mask.shape) if share and may_share(patch.facts) and not encoded else []
+    without = _without_source(encoded.get(ENCODED), encoded.get(ENCODED_MASK), no)
+    rows = read_rows(mask, given, compared, [predicts, otherwise, without])  # the only read from the device
     if rows is None:
         raise _AsItCame("each row of its mask must be zeros around one run of ones, on which its position ids count up")
     if rows.lengths.max() == 1:  # then outputs with one entry per row look like those per token
@@ -179,6 +189,8 @@ def _as_one_row(base: Any, call: Call, share: bool, head: head_calls.HeadCall | 
         raise _AsItCame(
             f"its model counts as positions the ids that are not {first - 1}, and its mask shows other tokens"
         )
+    if rows.answers[2]:
+        raise _AsItCame("a source has no token that its encoder_attention_mask shows")
     if rows.common is not None and may_share(patch.facts, rows.lengths):
         prefixes = shared_prefixes(rows.common, rows.lengths)
     else:
@@ -189,9 +201,37 @@ def _as_one_row(base: Any, call: Call, share: bool, head: head_calls.HeadCall | 
     packed = {name: layout.packed(v) if _per_token(v, mask.shape) else v for name, v in call.items()}
     if given is None:
         packed["position_ids"] = described["position_ids"] + first
-    call = {**described, **packed}
+    call = {**described, **packed, **encoded}
+    if call.get("use_cache"):
+        call["use_cache"] = False
     call["position_ids"] = attached.attach(call["position_ids"], attached.Piece(attached.PADDING, mask.numel()))
     return _OneRow(call, layout, real, padding)
+
+
+def _with_labels(call: Call, head: head_calls.HeadCall, decodes: bool) -> Call:
+    labels, tokens = head.call.get(LABELS[0]), next(iter(passed(call, TOKENS).values()), None)
+    if not decodes or tokens is None or call.get("attention_mask") is not None:
+        return call
+    if not isinstance(labels, torch.Tensor) or labels.shape != tokens.shape[:2]:
+        return call
+    return {**call, "attention_mask": up_to_the_last_label(labels)}
+
+
+def up_to_the_last_label(labels: torch.Tensor) -> torch.Tensor:
+    # What is behind a target's last label is padding, which no token of the target sees. In front of the first one, all
+    # tokens are seen. The result is int64 [batch, length].
+    learned = (labels != IGNORED_LABEL).flip(1).cumsum(1).flip(1) > 0
+    learned[:, 0] = True  # of a row without labels
+    return learned.long()
+
+
+def _without_source(states: Any, mask: Any, no: torch.Tensor) -> torch.Tensor:
+    # Whether a row's cross attention would see nothing: a bool tensor without dimensions.
+    if not isinstance(states, torch.Tensor) or mask is None:
+        return no
+    if not isinstance(mask, torch.Tensor) or mask.shape != states.shape[:2]:
+        raise _AsItCame(f"its encoder_attention_mask has another shape than {list(states.shape[:2])}, [batch, length]")
+    return (mask == 0).all(1).any()
 
 
 def _exceeds(base: Any, call: Call) -> bool:
@@ -210,13 +250,15 @@ def _with_mask(call: Call) -> Call:
     return {**call, "attention_mask": tokens.new_ones(tokens.shape[:2], dtype=torch.long)}
 
 
-def _may_be_padded(call: Call) -> bool:
+def _may_be_padded(call: Call, use_cache: bool | None) -> bool:
     # No value is looked at, so nothing is read from the device.
     piece = getattr(call.get("position_ids"), attached.MASK, None)
     packed = passed(call, LENGTHS) or (piece is not None and piece.content is not None)
-    decodes = call.get("cache_position") is not None and call.get("use_cache") is not False
-    cached = caches.held(call) or call.get("use_cache") or decodes
-    return not packed and not cached and call.get("attention_mask") is not None and bool(passed(call, TOKENS))
+    decodes = call.get("cache_position") is not None and use_cache is not False
+    cached = caches.held(call) or use_cache or decodes
+    mask = call.get("attention_mask")
+    given = mask is not None and not isinstance(mask, PackedMask)  # a stack is given one with packed pairs
+    return not packed and not cached and given and bool(passed(call, TOKENS))
 
 
 def _require_readable(call: Call) -> None:

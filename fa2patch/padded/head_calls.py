@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Callable
 
 import torch
@@ -36,12 +36,19 @@ class HeadCall:
     kwargs: Call
     names: list[str]  # of positional arguments
     in_trial: bool = False  # whether this is one of the runs that find out what the head reads
-    noise: bool = False  # whether hidden states of padding are random numbers in this run
-    real: torch.Tensor | None = None  # bool [batch, length], once the base model has computed them packed
+    # what computes a base model packed: whose hidden states of padding are random numbers in this run, and for each
+    # one that has computed its tokens packed in it, bool [batch, length]
+    noise_of: object = None
+    real: dict[object, torch.Tensor] = field(default_factory=dict)
 
     @property
     def call(self) -> Call:
         return {**dict(zip(self.names, self.args)), **self.kwargs}
+
+    @property
+    def pairs(self) -> bool:
+        """Whether an encoder-decoder was called."""
+        return bool(vars(self.module)[MARK].facts.stacks)
 
 
 class _Calls(threading.local):  # calls of outermost models, which carry no boundaries
@@ -75,9 +82,9 @@ def _computing(call: HeadCall) -> Iterator[None]:
 
 
 def head_of(base: torch.nn.Module) -> HeadCall | None:
-    found = _running.calls[-1] if _running.calls else None
-    same_patch = found is not None and vars(found.module).get(MARK) is base.__dict__.get(MARK)
-    return found if same_patch else None
+    found, patch = _running.calls[-1] if _running.calls else None, base.__dict__.get(MARK)
+    around = None if found is None else vars(found.module).get(MARK)
+    return found if around is not None and (around is patch or patch in around.stacks) else None
 
 
 def padding_predicts(head: HeadCall, real: torch.Tensor) -> torch.Tensor:
@@ -94,7 +101,7 @@ def padding_predicts(head: HeadCall, real: torch.Tensor) -> torch.Tensor:
     return found
 
 
-def reads_padding(head: HeadCall, device: torch.device, predicts: bool) -> bool:
+def reads_padding(head: HeadCall, packs: object, device: torch.device, predicts: bool) -> bool:
     # Where no trial is possible, labels that padding predicts decide: ranks of a sharded model would have to run it
     # again together.
     if vars(head.module)[MARK].examination.prove is False or is_sharded(head.module):
@@ -102,41 +109,43 @@ def reads_padding(head: HeadCall, device: torch.device, predicts: bool) -> bool:
     # A copy of the modules runs without gradients, so the call that is under way is left as it is. The model itself
     # runs if a forward of other code calls that, and not the copy.
     with outside_the_forward(device), without_gradients():
-        found = _moves(replica(head.module), head)
+        found = _moves(replica(head.module), head, packs)
         if found is None:
             with left_as_it_was(head.module, evaluates=False), torch.no_grad():
-                found = _moves(head.module, head)
+                found = _moves(head.module, head, packs)
     return found is not False
 
 
-def _moves(model: Model, head: HeadCall) -> bool | None:
+def _moves(model: Model, head: HeadCall, packs: object) -> bool | None:
     # The result is None if hidden states of padding do not come through the model. NaN instead of random numbers would
     # not do: a mask that is multiplied makes NaN of it, and 0 of a number.
-    zeros, noise = _run(model, head, False), _run(model, head, True)
+    zeros, noise = _run(model, head, packs), _run(model, head, packs, noise=True)
     if zeros is None or noise is None:
         return None
     moved = distance(noise, zeros)
     if not moved:
         return False
-    again = _run(model, head, False)  # measures the noise of a nondeterministic kernel
+    again = _run(model, head, packs)  # measures the noise of a nondeterministic kernel
     return again is None or moved > 2 * distance(again, zeros)
 
 
-def _run(model: Model, head: HeadCall, noise: bool) -> list[torch.Tensor] | None:
+def _run(model: Model, head: HeadCall, packs: object, noise: bool = False) -> list[torch.Tensor] | None:
     # This returns the loss and the outputs of real tokens, or None if the base model did not compute the batch packed.
     torch.manual_seed(0)
     kwargs = dict(head.kwargs)
     if isinstance(kwargs.get("position_ids"), torch.Tensor):
         kwargs["position_ids"] = kwargs["position_ids"].clone()  # ERNIE-M adds to them in place
-    run = HeadCall(model, head.args, kwargs, head.names, in_trial=True, noise=noise)
+    run = HeadCall(model, head.args, kwargs, head.names, in_trial=True, noise_of=packs if noise else None)
     with _computing(run):
         output = model.forward(*head.args, **kwargs)
-    if run.real is None:
+    if packs not in run.real:
         return None
-    kept = kept_logits(head.call)
-    masks = [run.real, run.real if kept is None else run.real[:, kept], run.real.flatten()]
+    kept, masks = kept_logits(head.call), dict[torch.Size, torch.Tensor]()
+    for real in run.real.values():
+        for mask in (real, real if kept is None else real[:, kept], real.flatten()):
+            masks[mask.shape] = mask & masks.get(mask.shape, mask)  # sources and targets may have one shape
     found = []
     for value in tensors(output):
-        mask = next((mask for mask in masks if value.shape[: mask.dim()] == mask.shape), None)
-        found.append(value if mask is None else value[mask.to(value.device)])  # None: it has no entry for each token
+        own = next((mask for shape, mask in masks.items() if value.shape[: len(shape)] == shape), None)
+        found.append(value if own is None else value[own.to(value.device)])  # None: it has no entry for each token
     return found

@@ -14,7 +14,7 @@ import torch
 from .. import entry_points, kernels
 from .._types import Function, Model
 from ..binding import changing, used_by
-from ..errors import BadArgument, LayerNotPatchable, UnsupportedModel, UnsupportedNumPy, UnsupportedTransformers
+from ..errors import BadArgument, LayerNotPatchable, UnsupportedNumPy, UnsupportedTransformers
 from ..upstream import other_code
 from ..upstream.find_layers import ModelLayers
 from ..upstream.find_models import stacks_of, takes_no_token_ids, transformers_model, walked_once
@@ -109,10 +109,9 @@ def apply(
         if stacks is None:
             patch = _applied(model, inner, kernel, architecture, prove, padded_batches)
         else:
-            _refuse_for_pairs(inner, padded_batches, budget)
-            patch = _applied_to_pairs(inner, stacks, kernel, architecture, prove)
+            patch = _applied_to_pairs(model, inner, stacks, kernel, architecture, prove, padded_batches)
     if budget is not None:
-        patch.budget = budget
+        patch.limit(budget)
     return patch
 
 
@@ -150,17 +149,35 @@ def _applied(
 
 
 def _applied_to_pairs(
+    model: object,
+    inner: Model,
+    stacks: Sequence[Any],
+    kernel: str | kernels.Kernel | None,
+    architecture: str | None,
+    prove: bool | str | None,
+    padded_batches: bool | None,
+) -> Patch:
+    # An encoder-decoder has three patches: of each stack, and of what is around them.
+    patch = status(inner)
+    if padded_batches is None and patch is not None:
+        padded_batches = patch.padded_batches
+    padded = padding.wanted(model, inner, padded_batches)
+    if patch is not None:
+        patch.renew(kernel, architecture, prove)
+    else:
+        patch = _new_for_pairs(inner, stacks, kernel, architecture, prove)
+    padding.switch(inner, padded)
+    patch.padded_batches = padded_batches
+    return patch
+
+
+def _new_for_pairs(
     inner: Model,
     stacks: Sequence[Any],
     kernel: str | kernels.Kernel | None,
     architecture: str | None,
     prove: bool | str | None,
 ) -> Patch:
-    # An encoder-decoder has three patches: of each stack, and of what is around them.
-    patch = status(inner)
-    if patch is not None:
-        patch.renew(kernel, architecture, prove)
-        return patch
     layers = ModelLayers(inner, architecture)
     planned = plan_pairs(layers)
     made: list[Patch] = []
@@ -178,16 +195,6 @@ def _applied_to_pairs(
             of_stack.revert()
         raise
     return patch
-
-
-def _refuse_for_pairs(inner: Model, padded_batches: bool | None, budget: Budgeted | None) -> None:
-    asked = "max_tokens" if budget is not None else "padded_batches=True" if padded_batches else ""
-    if asked:
-        raise UnsupportedModel(
-            f"{asked}: {type(inner).__name__} is an encoder-decoder, and this is for models that read one sequence. "
-            "Nothing was patched. Leave it out, and give the model packed pairs: sources in one row, targets in "
-            "another."
-        )
 
 
 def _install(patch: Patch, replaced: Sequence[Any]) -> None:

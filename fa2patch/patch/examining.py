@@ -116,17 +116,23 @@ def examine(patch: Examined, module: Model, call: Call, mask: PackedMask) -> Non
             _renew_and_prove(patch, module, call, mask)
 
 
-def _renew_and_prove(patch: Examined, module: Model, call: Call, mask: PackedMask) -> None:
+def must_prove(patch: Examined) -> bool:
+    # A patch of a model whose modules have changed is renewed.
     kept = patch.examination.structure  # asked here, so that a batch of a model as it was needs no other call
     if (kept is None or not kept.is_as_kept()) and _has_changed(patch):
         with _lock:
             if _has_changed(patch):
                 patch.renew()
+    return patch.examination.must
+
+
+def _renew_and_prove(patch: Examined, module: Model, call: Call, mask: PackedMask) -> None:
+    must = must_prove(patch)
     examination = patch.examination  # a renewed patch has a new one
     patch.computes_packed = True
     if examination.structure is not None and examination.structure.watches:
         examination.batch = module, call, mask, torch.is_grad_enabled()
-    if examination.must:
+    if must:
         with _lock:  # another thread's batch may be what is being proven
             _prove_if_due(patch, module, call, mask)
 
@@ -144,7 +150,7 @@ def _prove_if_due(patch: Examined, module: Model, call: Call, mask: PackedMask) 
             "by itself. Call fa2patch.verify(model, batch=batch) on every rank, then "
             "fa2patch.apply(model, prove=False)."
         )
-    if call.get(ENCODED) is not None and not patch.facts.pairs:
+    if call.get(ENCODED) is not None and not patch.facts.stacks:
         raise PackingNotIsolated(
             f"{name} must prove that its modules keep documents apart (fa2patch does not know "
             f"{unknown(ModelLayers(patch.model)) or 'nothing in it'}), and its batch holds an encoder's states, some "
@@ -252,7 +258,7 @@ def _examined(given: str, tree: bool) -> str:
             patch.tally.rows = True
             if _has_changed(patch):
                 patch.renew()
-            if patch.facts.pairs:
+            if patch.facts.stacks:
                 return _pairs_of_graph(patch)
             unseen = any(not hook.times and not hook.changes for hook in looking.watched(patch.model))
             if patch.examination.must or (unseen and patch.examination.prove is not False):

@@ -13,6 +13,7 @@ from ..errors import BadArgument
 from ..upstream import directions, embeddings, heads, inspecting, labels, masks, positions, refusals, windows
 from ..upstream.facts import Facts, Role, Site, of_forward
 from ..upstream.find_layers import Layer, ModelLayers, carrier
+from ..upstream.find_models import named_modules, stacks_of
 from ..upstream.forward import entered
 from ..upstream.packed_mask import MASK
 from ..upstream.step import Trait
@@ -138,7 +139,9 @@ def plan_pairs(model: ModelLayers) -> ModelPlan:
 
     from ..upstream import pairs  # which only encoder-decoders need
 
-    facts = Facts(model.architecture, pairs=True, shifts_in_its_loss=labels.shifts_in_its_loss(model.model))
+    names = {module: name for name, module in named_modules(model.model).items()}
+    stacks = tuple(names[stack] for stack in stacks_of(model.model) or ())
+    facts = Facts(model.architecture, stacks=stacks, shifts_in_its_loss=labels.shifts_in_its_loss(model.model))
     refusals.pairs_within(model, facts)
     refusals.stacks(model, facts)
     refusals.unreadable_code(model, facts)

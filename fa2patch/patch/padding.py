@@ -8,14 +8,15 @@ import torch
 
 from .._types import Model
 from ..errors import NotAModel, UnsupportedModel
-from ..upstream.find_models import makes_its_batches, models, transformers_model
+from ..upstream.find_models import makes_its_batches, models, stacks_of, transformers_model
 from ..upstream.step import MARK, PADDING
 
 if TYPE_CHECKING:
     from ..padded.batches import PaddedBatches
+    from ..padded.pairs import PaddedPairs
 
 
-def pack_padded_batches(model: Model, share_prompts: bool = False) -> PaddedBatches:
+def pack_padded_batches(model: Model, share_prompts: bool = False) -> PaddedBatches | PaddedPairs:
     """Make a patched model compute padded batches packed and return padded outputs.
 
     Padding is not computed between the embedding and the last hidden states. The head gets hidden states
@@ -55,45 +56,37 @@ def pack_padded_batches(model: Model, share_prompts: bool = False) -> PaddedBatc
 
     Raises:
         NotAModel: The model is not patched, or ``model`` holds no Transformers model.
-        UnsupportedModel: The model is an encoder-decoder.
     """
     inner = transformers_model(model)
     if MARK not in inner.__dict__:
         raise NotAModel(
             f"expected a patched model, found this {type(inner).__name__}: call fa2patch.apply(model) first."
         )
-    if inner.__dict__[MARK].facts.pairs:
-        raise UnsupportedModel(
-            f"{type(inner).__name__} is an encoder-decoder: padded batches are computed packed in models that read one "
-            "sequence. Give it packed pairs: sources in one row, targets in another."
-        )
-    base = models(inner)[-1]
-    padding = of_model(base)
-    if padding is None:
-        return _packing(base, share_prompts)
+    padding = of_model(inner) or _packing(inner)
     padding.share_prompts = share_prompts
     return padding
 
 
-def _packing(base: Any, share_prompts: bool = False) -> PaddedBatches:
-    from ..padded.batches import PaddedBatches  # a room of its own, which few models need
+def _packing(inner: Any) -> PaddedBatches | PaddedPairs:
+    if stacks_of(inner) is not None:
+        from ..padded.pairs import PaddedPairs  # these are a room of their own, which few models need
 
-    return PaddedBatches(base, share_prompts)
+        return PaddedPairs(inner)
+    from ..padded.batches import PaddedBatches
+
+    return PaddedBatches(models(inner)[-1])
 
 
-def of_model(base: torch.nn.Module) -> PaddedBatches | None:
+def of_model(inner: Any) -> PaddedBatches | PaddedPairs | None:
     # A copy of a model has a copy of what makes it compute padded batches packed.
-    found = base.__dict__.get(PADDING)
-    if found is None:
-        return None
-    from ..padded.batches import PaddedBatches  # what is found is of this room, which is imported already
-
-    return found if isinstance(found, PaddedBatches) else None
+    holder = inner if stacks_of(inner) is not None else models(inner)[-1]
+    found: PaddedBatches | PaddedPairs | None = holder.__dict__.get(PADDING)
+    return found
 
 
 def wanted(model: object, inner: Model, asked: bool | None) -> bool:  # model: what apply was called with
     if asked is None:
-        asked = of_model(models(inner)[-1]) is not None or makes_its_batches(model)
+        asked = of_model(inner) is not None or makes_its_batches(model)
     if not (asked and isinstance(model, torch.nn.Module)):
         return asked
     within = set(inner.modules())
@@ -112,9 +105,8 @@ def wanted(model: object, inner: Model, asked: bool | None) -> bool:  # model: w
 
 
 def switch(inner: Model, on: bool) -> None:
-    base = models(inner)[-1]
-    padding = of_model(base)
+    padding = of_model(inner)
     if on and padding is None:
-        _packing(base)
+        _packing(inner)
     elif not on and padding is not None:
         padding.remove()

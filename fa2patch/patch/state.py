@@ -18,7 +18,7 @@ from ..upstream import embeddings, hooks, other_code
 from ..upstream.architectures import Architecture
 from ..upstream.calls import refuse_recording
 from ..upstream.find_layers import Layer, ModelLayers
-from ..upstream.find_models import models, named_modules, stacks_of, walked_once
+from ..upstream.find_models import models, named_modules, walked_once
 from ..upstream.forward import SAY_AFTER
 from ..upstream.step import MARK, ROLE, Budgeted, Tally, Trait
 from ..upstream.transformers_names import TRAINERS
@@ -126,6 +126,7 @@ class Patch:
         return bool(self.facts.row_head) or any(trait.of_head for trait, _ in self.plan.traits)
 
     examine = examining.examine
+    must_prove = examining.must_prove
     hook_changes = examining.hook_changes
 
     @property
@@ -146,7 +147,7 @@ class Patch:
         # be patched, the patch stays as it was.
         named = self.named if named is None else named
         layers = ModelLayers(self.model, named)
-        if self.facts.pairs:
+        if self.facts.stacks:
             planned = plan_pairs(layers)
             for stack in self.stacks:
                 stack.renew(kernel, named, None, padded)
@@ -181,7 +182,7 @@ class Patch:
         entered_models = models(self.model)
         for model, role in zip(entered_models, self.plan.roles):
             model.__dict__.update({MARK: self, ROLE: role})
-            if not self.facts.pairs:
+            if not self.facts.stacks:
                 hooks.add(model)
         embeddings.take_apart(self.model)
         if other_code.replaced_on(self.model):
@@ -196,8 +197,8 @@ class Patch:
     @property
     def stacks(self) -> tuple[Patch, ...]:
         """The patches of the encoder and of the decoder, if the model is an encoder-decoder."""
-        held = stacks_of(self.model) if self.facts.pairs else None
-        return tuple(vars(stack)[MARK] for stack in held or () if MARK in vars(stack))
+        held = [self.model.get_submodule(name) for name in self.facts.stacks]
+        return tuple(vars(stack)[MARK] for stack in held if MARK in vars(stack))
 
     @property
     def active(self) -> bool:
@@ -217,7 +218,7 @@ class Patch:
             state = states.get((owner, attribute), "off")
             return PatchedLayer(layer.name, layer.seam, owner, attribute, state, kernel, why)
 
-        if not self.facts.pairs:
+        if not self.facts.stacks:
             return tuple(found(layer) for layer in self.attention)
         names = {module: name for name, module in named_modules(self.model).items()}
         return tuple(
@@ -225,6 +226,11 @@ class Patch:
             for stack in self.stacks
             for layer in stack.layers
         )
+
+    def limit(self, budget: Budgeted | None) -> None:
+        # Each stack of an encoder-decoder computes its own tokens within the budget.
+        for patch in (self, *self.stacks):
+            patch.budget = budget
 
     def revert(self) -> None:
         """Remove the patch from this model. Reverting twice is a no-op.
@@ -237,7 +243,7 @@ class Patch:
             own = {module for module in modules if module.__dict__.get(MARK) is self}
             for module in modules:
                 embeddings.put_back(module)
-            padding = of_model(models(self.model)[-1])
+            padding = of_model(self.model)
             if padding is not None and padding.base in own:
                 padding.remove()
             looking.release(self.model, everywhere=not any(other.active for other in _patches() if other is not self))

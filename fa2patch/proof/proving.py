@@ -44,7 +44,7 @@ def prove(model: Model, call: Call, mask: PackedMask, itself: bool = False, hook
 
 
 def _proof_of(model: Model) -> type[BatchProof]:
-    if not vars(model)[MARK].facts.pairs:
+    if not vars(model)[MARK].facts.stacks:
         return BatchProof
     from .pairs import PairProof  # which only an encoder-decoder needs
 

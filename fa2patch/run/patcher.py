@@ -28,7 +28,7 @@ from ..trainers.packed_trainer import PACKS, held_models, pack_models
 from ..trainers.token_budget import TokenBudget
 from ..upstream import inspecting
 from ..upstream.find_layers import ModelLayers
-from ..upstream.find_models import embedding_of, is_transformers_model, models, stacks_of, transformers_model
+from ..upstream.find_models import embedding_of, is_transformers_model, stacks_of, transformers_model
 from ..upstream.step import Tally
 from . import flattening
 from .start import RunOptions, say
@@ -135,7 +135,7 @@ class Patcher:
                 raise
             say(f"{name} left alone: fa2patch.apply failed, please report it: {type(error).__name__}: {error}")
         else:
-            packs = of_model(models(patch.model)[-1]) is not None
+            packs = of_model(patch.model) is not None
             self._patched.append((name, weakref.ref(patch), patch.tally, packs))
             seams = _joined(layer.seam for layer in patch.attention)
             padding = " Padded batches are computed packed, too." if packs else ""

@@ -14,6 +14,7 @@ from ..documents.row_shape import RowShape
 from ..errors import BadArgument, Fa2PatchError, StaysPadded
 from ..packing.budget import check_budget
 from ..padded.batches import PaddedBatches
+from ..padded.pairs import PaddedPairs
 from ..patch.applying import apply
 from ..patch.padding import pack_padded_batches
 from ..upstream.find_models import outermost_models
@@ -27,7 +28,7 @@ class PackedModels(NamedTuple):
     """The models of a trainer, by the names of its attributes."""
 
     # Several attributes may hold one model. If an attribute holds several, these are "reward_funcs[0]" and so on.
-    packed: dict[str, PaddedBatches]
+    packed: dict[str, PaddedBatches | PaddedPairs]
     padded: dict[str, Fa2PatchError]  # why the others stay as they were
 
 

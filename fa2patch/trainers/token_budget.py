@@ -67,7 +67,7 @@ class TokenBudget:
     def give(self, model: Any) -> None:
         patch = status(model)
         if patch is not None:
-            patch.budget = budget_of(self.max_tokens, self.too_long, self.shapes)
+            patch.limit(budget_of(self.max_tokens, self.too_long, self.shapes))
 
     def training_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # The trainer's own step calls compute_loss and accelerator.backward, which come here.
@@ -126,6 +126,8 @@ class TokenBudget:
         patch = self._patch
         if patch is None:
             return "what is not patched"
+        if patch.facts.stacks:
+            return "two stacks, whose tokens are those of two rows"
         if self._looked_at is not patch.plan:
             self._looked_at, self._held = patch.plan, unknown(ModelLayers(patch.model))
         return self._held

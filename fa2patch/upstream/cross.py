@@ -8,18 +8,21 @@ each target, are laid end to end without their padding.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 
-from .._types import Function
+from .._types import Call, Function
 from ..documents.boundaries import Boundaries
 from ..documents.find import find_boundaries
 from ..documents.tensors import described
 from ..errors import BadBatch
 from . import inspecting
+from .calls import passed
 from .facts import Facts, Site, of_forward
 from .find_layers import ModelLayers
 from .packed_mask import PackedMask, mask_among
@@ -54,6 +57,23 @@ def before(step: Step) -> None:
     step.mask = replace(mask, cross=of_cross)
     if step.mask_received:
         step.call[step.patch.facts.carrier] = step.mask
+
+
+def of_documents(step: Step, mask: PackedMask, documents: Sequence[int]) -> Call:
+    """The arguments that give some targets of a packed batch the states of their sources."""
+    states, given = step.call[ENCODED], step.call.get(ENCODED_MASK)
+    if not isinstance(given, PackedMask) and states.shape[0] == len(mask.boundaries):
+        rows = torch.tensor(documents, device=states.device)
+        return {name: value.index_select(0, rows) for name, value in passed(step.call, (ENCODED, ENCODED_MASK)).items()}
+    sources = given.boundaries if isinstance(given, PackedMask) else _numbered(states, given)
+    require_pairs(sources, mask.boundaries)
+    ends, lengths = np.cumsum(sources.lengths), [sources.lengths[document] for document in documents]
+    tokens = np.concatenate([np.arange(ends[at] - sources.lengths[at], ends[at]) for at in documents])
+    own_ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(states.device)
+    own = Boundaries(own_ends, max(lengths), _lengths=tuple(lengths))
+    chosen = torch.from_numpy(tokens).to(states.device)
+    of_pass = PackedMask(own, step.patch.picks, (1, len(tokens)), own.max_seqlen)
+    return {ENCODED: states.flatten(0, 1).index_select(0, chosen)[None], ENCODED_MASK: of_pass}
 
 
 def require_pairs(sources: Boundaries, targets: Boundaries) -> None:

@@ -43,7 +43,7 @@ class Facts:
     makes_masks: bool = False
     crosses: bool = False  # whether layers attend to an encoder's states, if the decoder is given some
     shifts_in_its_loss: bool = False  # whether the loss of an encoder-decoder shifts labels once more
-    pairs: bool = False  # whether it is an encoder-decoder, whose stacks have patches of their own
+    stacks: tuple[str, ...] = ()  # the names of an encoder-decoder's encoder and decoder, which have their own patches
     by_document: bool = False  # whether the decoder is called for each document
     # whether flash attention alone has the window of the config, and eager code has none
     windows_of_flash: bool = False

@@ -155,7 +155,9 @@ def stacks_of(model: Any) -> tuple[Any, Any] | None:
     """The encoder and the decoder of an encoder-decoder, two models inside it; None for any other model."""
     if not inspecting.takes(inspecting.forward_of(type(model)), "decoder_input_ids"):
         return None
-    encoder, decoder = model.get_encoder(), model.get_decoder()
+    # up to 4.57 heads of BART's kin say nothing of them, and the model inside does
+    says = next(one for one in named_modules(model).values() if hasattr(one, "get_encoder"))
+    encoder, decoder = says.get_encoder(), says.get_decoder()
     if encoder in named_modules(decoder).values():  # BLIP-2's decoder is an encoder-decoder itself
         return stacks_of(decoder)
     return encoder, decoder

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .._types import Call, Function
+from .._types import Args, Call, Function
 from ..documents.names import LABELS, LENGTHS, OF_TARGETS, TOKENS
 from ..errors import BadBatch
 from . import inspecting, other_code
@@ -24,13 +24,13 @@ from .find_documents import packed_mask_of
 from .labels import inside_documents
 from .packed_mask import MASK, PackedMask
 from .splitting import Documents
-from .step import MARK, ROLE, Patched
+from .step import MARK, PADDING, ROLE, Patched
 from .transformers_names import SHIFTS
 
 # The arguments that say where documents start.
 SAYS = ("position_ids", *LENGTHS)
 
-_SAY = (*SAYS, *[OF_TARGETS + name for name in SAYS])
+SAYS_ALL = (*SAYS, *[OF_TARGETS + name for name in SAYS])
 
 
 def entered(original: Function) -> Function:
@@ -39,6 +39,12 @@ def entered(original: Function) -> Function:
 
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        padding = self.__dict__.get(PADDING)
+        if padding is None:
+            return patched(self, args, kwargs)
+        return padding.computed(patched, self, args, kwargs, calls.positional or ["input_ids"])
+
+    def patched(self: Any, args: Args, kwargs: Call) -> Any:
         patch = self.__dict__.get(MARK)
         outermost = patch is not None and self.__dict__[ROLE].outermost
         call = calls.named(args, kwargs) if outermost else None
@@ -54,7 +60,7 @@ def _with_masks(model: Any, patch: Patched, call: Call, own_shift: Shift | None)
     sources, targets = masks_of(model, call)
     if targets is not None:
         patch.examine(model, call, targets)
-    call = {name: value for name, value in call.items() if name not in _SAY}
+    call = {name: value for name, value in call.items() if name not in SAYS_ALL}
     if targets is None:
         return call
     if sources is not None:
@@ -79,8 +85,9 @@ def masks_of(model: Any, call: Call) -> tuple[PackedMask | None, PackedMask | No
     of_targets = {name: call.get(OF_TARGETS + name) for name in (*TOKENS, MASK, *SAYS)}
     if not passed(of_targets, TOKENS):  # the model makes them of labels
         of_targets[TOKENS[0]] = call.get(LABELS[0])
-    sources = _mask_of(model.get_encoder(), of_sources, training)
-    targets = _mask_of(model.get_decoder(), of_targets, training)
+    encoder, decoder = map(model.get_submodule, vars(model)[MARK].facts.stacks)
+    sources = _mask_of(encoder, of_sources, training)
+    targets = _mask_of(decoder, of_targets, training)
     if targets is None and sources is None:
         return None, None
     if targets is None or (sources is None and passed(of_sources, TOKENS)):

@@ -33,6 +33,7 @@ from .find_models import is_sharded
 from .forward import prepare, thread
 from .packed_mask import PackedMask
 from .step import Step
+from .transformers_names import ENCODED, ENCODED_MASK
 
 
 @dataclass
@@ -88,7 +89,7 @@ class Budget:
         tokens = 0 if mask is None else mask.shape[0] * mask.shape[1]
         over, found = mask is not None and (tokens > self.max_tokens or bool(self.shapes)), list[Pass]()
         if over or together:
-            why = "it says nothing of documents" if mask is None else self._whole or _why_whole(step, mask)
+            why = "it says nothing of documents" if mask is None else self._whole or _why_whole(step, mask, self.shapes)
             if mask is not None and not why:
                 found = _cut(mask.boundaries, self, together)
             elif together:
@@ -114,6 +115,7 @@ class Pass(NamedTuple):
     # stands still comes last, and repeats the first of them.
     tokens: np.ndarray[Any, Any]
     boundaries: Boundaries
+    documents: list[int]  # their numbers in the batch; empty if its documents share segments
 
 
 class _Unit(NamedTuple):
@@ -122,6 +124,7 @@ class _Unit(NamedTuple):
     spans: list[tuple[int, int]]  # the first token of each span in the batch, and the one behind its last
     lengths: list[int]  # of the segments that the spans are computed as
     parents: list[int]  # for each of these segments the one of this unit that it continues, or -1
+    document: int = -1  # its number in the batch, if it is one document
 
 
 class _NotForTokens(Exception):
@@ -132,13 +135,18 @@ class _NotForTokens(Exception):
 # --- cutting ---------------------------------------------------------------------------------------------------------
 
 
-def _why_whole(step: Step, mask: PackedMask) -> str:
+def _why_whole(step: Step, mask: PackedMask, shapes: RowShape) -> str:
     if mask.part is not None:
         return "several processes hold one row"
     if mask.boundaries.until is not None and _graphs.compiler is not None:
         return "its tokens see later ones, which a compiled pass cannot be told"
+    states = step.call.get(ENCODED)
+    if states is not None and _graphs.compiler is not None:
+        return "a compiled pass cannot be told which of an encoder's states are its own"
+    if states is not None and (mask.boundaries.tree is not None or shapes):
+        return "its targets share tokens, or have padding of stated shapes, which has no source"
     for name, value in step.call.items():
-        if name in _LEFT_OUT or _is_mask(value):
+        if name in (*_LEFT_OUT, *_OF_SOURCES) or _is_mask(value):
             continue
         held = [*value.values()] if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else []
         several = isinstance(value, torch.Tensor) and value.numel() > 1 and _tokens_at(name, value, mask.shape) is None
@@ -164,8 +172,8 @@ def _units(boundaries: Boundaries, budget: Budget) -> list[_Unit]:
     tree = boundaries.tree
     if tree is None:
         ends = np.cumsum(boundaries.lengths).tolist()
-        spans = [(end - length, end) for end, length in zip(ends, boundaries.lengths) if length]
-        return [_Unit([span], [span[1] - span[0]], [-1]) for span in spans]
+        documents = [(at, end - length, end) for at, (end, length) in enumerate(zip(ends, boundaries.lengths)) if length]
+        return [_Unit([(start, end)], [end - start], [-1], at) for at, start, end in documents]
     found = []
     for root in [number for number, parent in enumerate(tree.parents) if parent < 0 and tree.lengths[number]]:
         own = [number for number in range(len(tree.lengths)) if tree.path(number)[0] == root]
@@ -192,7 +200,7 @@ def _pass(units: Sequence[_Unit], whole: Boundaries, shapes: RowShape) -> Pass:
     ends, longest = shapes.ends(with_padding), shapes.longest(with_padding)
     tree = torch.tensor(parents, dtype=torch.int32).to(device) if max(parents) >= 0 else None
     own = torch.from_numpy(ends).to(device), longest, whole.positions, tuple(np.diff(ends).tolist()), tree
-    return Pass(tokens, Boundaries(*own))
+    return Pass(tokens, Boundaries(*own), [] if tree is not None else [unit.document for unit in units])
 
 
 def _in_passes(step: Step, mask: PackedMask, passes: Sequence[Pass]) -> Any:
@@ -260,6 +268,7 @@ def _compiled(own: Step, part: Pass, compiler: Any) -> Any:
 
 # arguments about the whole row: a pass's mask has its lengths, and a pass counts its own places
 _LEFT_OUT = (*LENGTHS, "cache_position")
+_OF_SOURCES = (ENCODED, ENCODED_MASK)  # a pass gets those of its targets
 
 
 def _is_mask(value: Any) -> bool:
@@ -301,6 +310,8 @@ def _part_of(step: Step, mask: PackedMask, part: Pass, tokens: torch.Tensor) -> 
     }
     call: Call = {}
     for name, value in step.call.items():
+        if name in _OF_SOURCES:
+            continue
         if isinstance(value, PackedMask):  # Mamba's mask comes as its cache_position
             value = new if value is mask else its(value)
         elif _is_mask(value):
@@ -310,6 +321,10 @@ def _part_of(step: Step, mask: PackedMask, part: Pass, tokens: torch.Tensor) -> 
         elif isinstance(value, torch.Tensor):
             value = attached.attach_again(value, own(name, value), riding)
         call[name] = value
+    if step.call.get(ENCODED) is not None:
+        from . import cross  # which only decoders behind an encoder need
+
+        call.update(cross.of_documents(step, mask, part.documents))
     return replace(step, args=(), call=call, mask=new, pieces=[], kept=None)
 
 

@@ -113,6 +113,13 @@ class Patched(Protocol):
 
     def renew(self) -> None: ...
 
+    # The patches of an encoder-decoder's stacks
+    @property
+    def stacks(self) -> tuple[Patched, ...]: ...
+
+    # whether packed batches have to be proven
+    def must_prove(self) -> bool: ...
+
     # This is called before a packed batch is computed.
     def examine(self, module: Model, call: Call, mask: PackedMask) -> None: ...
 

@@ -145,8 +145,12 @@ def is_present(architecture: str) -> bool:
 
 
 def _is_encoder_decoder(cls: Any) -> bool:
-    parameter = parameters(cls.config_class).get("is_encoder_decoder")
-    return bool(parameter and parameter.default is True) or getattr(cls.config_class, "is_encoder_decoder", False)
+    return is_of_two_stacks(cls.config_class)
+
+
+def is_of_two_stacks(config_class: Any) -> bool:
+    parameter = parameters(config_class).get("is_encoder_decoder")
+    return bool(parameter and parameter.default is True) or getattr(config_class, "is_encoder_decoder", False)
 
 
 def model_class(architecture: str) -> Any:

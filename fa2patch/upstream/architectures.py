@@ -115,7 +115,7 @@ def _takes_cache_position(cls: type) -> bool:
 # names for apply(model, architecture=...); a model type needs no row to be patched
 _NOTHING_SPECIAL = (
     "dbrx", "gemma", "gemma2", "gpt_bigcode", "granite", "llama", "mistral", "mixtral", "olmo", "phi", "phi3", "qwen2",
-    "qwen2_moe", "stablelm", "starcoder2",
+    "qwen2_moe", "seamless_m4t", "seamless_m4t_v2", "speech_to_text", "stablelm", "starcoder2",
 )  # fmt: skip
 
 _rows = {

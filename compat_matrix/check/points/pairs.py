@@ -6,6 +6,7 @@ Pairs alone are computed unpatched, with eager attention.
 
 from __future__ import annotations
 
+import warnings
 from typing import Any, Callable
 
 import torch
@@ -348,3 +349,20 @@ def refusals(cell: Cell) -> None:
             raise AssertionError(f"{what}: expected an error")
         if not torch.equal(model(**packed).logits, expected):
             raise AssertionError("an error changed what came after it")
+
+
+@point
+def padded_batches(cell: Cell) -> None:
+    """A padded batch that is computed packed has the logits and the loss of pairs alone."""
+    batch, model = drawn(cell), cell.model()
+    expected = alone(cell.reference(), batch)
+    padded = batch.padded(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", errors.StaysPadded)
+        try:
+            with fa2patch.apply(model, padded_batches=True):
+                found = model(**padded)
+        except (errors.UnsupportedModel, errors.StaysPadded) as why:
+            raise NotApplicable(str(why)) from None
+    assert_close(found.logits[padded["labels"] != -100], logits_of(expected), "logits of a padded batch")
+    assert_close(found.loss.detach(), mean_loss(expected, batch).detach(), "loss of a padded batch")

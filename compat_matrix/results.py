@@ -14,7 +14,7 @@ from packaging.version import InvalidVersion, Version
 from . import environments, keys
 from .cells import Cell, Checked, Environment, Made, Results, Upstream, grouped
 from .check.found import ALONE, DOCUMENT, ON_TEXT, VOUCHED
-from .tiny_configs import MEDIA
+from .tiny_configs import MEDIA, PAIRS
 
 FORMAT = 3
 EVIDENCE = Path(__file__).parent / "evidence"
@@ -25,7 +25,7 @@ CORE = (
     "refusals", "reverted",
 )  # fmt: skip
 
-# The kinds of row that exist with pictures or sound; check.upstream makes them.
+# The kinds of row that exist with pictures or sound, and of pairs; check.upstream makes them.
 ROWS_WITH_MEDIA = ("one row", "mask of ones", "default cache")
 
 
@@ -86,7 +86,7 @@ def _environment(data: Any, stem: str, partial: bool) -> Environment:
         cell = _take(data["architectures"], name, dict, "architectures.")
         cell = {"points": points, **cell}  # a cell that is kept from an earlier run says with which points
         cell.update(judged(name, texts["transformers"], cell, cell["points"]))
-        these = tuple(row for row in rows if row in ROWS_WITH_MEDIA) if name.endswith(MEDIA) else rows
+        these = tuple(row for row in rows if row in ROWS_WITH_MEDIA) if name.endswith((*MEDIA, PAIRS)) else rows
         cells[name] = _cell(cell, these, f"architectures.{name}.", table)
     for name, cell in cells.items() if not partial else ():
         reasons = (reason for run in cell.checked.values() for reason in run.not_applicable.values())

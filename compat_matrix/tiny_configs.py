@@ -12,6 +12,9 @@ VOCABULARY = 97
 # Names with these endings have media in their rows (tiny_media). "llava" is the text side of "llava:picture".
 MEDIA = (":picture", ":sound")
 
+# "t5:pairs" is T5 as an encoder-decoder, with a source in one row and its target in another (tiny_pairs).
+PAIRS = ":pairs"
+
 SETTINGS: dict[str, Any] = {
     **dict.fromkeys(
         ["vocab_size", "vocab_size_per_layer_input", "text_vocab_size", "pronunciation_vocab_size", "shape_vocab_size"],

@@ -26,7 +26,7 @@ def of(module: torch.nn.Module) -> Callable[[], Any]:
     pickler.persistent_id = number  # type: ignore[method-assign]
     try:
         pickler.dump(module)
-    except (pickle.PicklingError, AttributeError, TypeError):
+    except (pickle.PicklingError, AttributeError, TypeError, RuntimeError):  # the last one: of parametrized modules
         kept = copy.deepcopy(module)
         return lambda: copy.deepcopy(kept)
     originals = copy.deepcopy(tensors)

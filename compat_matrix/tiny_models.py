@@ -22,7 +22,7 @@ import torch
 from fa2patch.upstream.transformers_names import ATTENTION_FUNCTIONS
 
 from . import tiny_copies
-from .tiny_configs import MEDIA, SETTINGS, VISION, VOCABULARY, made, parameters
+from .tiny_configs import MEDIA, PAIRS, SETTINGS, VISION, VOCABULARY, made, parameters
 from .tiny_overrides import OVERRIDES, RENAMED, SIDES
 from .user_models import models
 
@@ -89,6 +89,7 @@ ROUTERS = (".gate.weight", "router.layer.weight", "router.weight")
 
 def architectures() -> list[str]:
     names = {*_auto().MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *TEXT_SIDES, *WITHOUT_ATTENTION, *ENCODERS, *WITH_MEDIA}
+    names |= {*_pairs().names()}
     return [*filter(is_present, SEEDS), *sorted(filter(is_present, names - {*SEEDS, *OUT_OF_SCOPE}))]
 
 
@@ -103,6 +104,14 @@ def is_encoder(architecture: str) -> bool:
 
 def has_media(architecture: str) -> bool:
     return architecture.endswith(MEDIA)
+
+
+def has_pairs(architecture: str) -> bool:
+    return architecture.endswith(PAIRS)
+
+
+def _pairs() -> Any:
+    return importlib.import_module(".tiny_pairs", __package__)  # which imports this module
 
 
 def _auto() -> Any:
@@ -121,6 +130,8 @@ def is_present(architecture: str) -> bool:
         if "Failed to import" in str(error):
             return False
         raise
+    if has_pairs(architecture):
+        return True
     need_not_claim = architecture in (*WITHOUT_ATTENTION, *REFUSED, *ENCODERS) or has_media(architecture)
     if models.is_file(architecture) or need_not_claim:
         return not _is_encoder_decoder(cls)
@@ -134,14 +145,20 @@ def is_present(architecture: str) -> bool:
 
 
 def _is_encoder_decoder(cls: Any) -> bool:
-    parameter = parameters(cls.config_class).get("is_encoder_decoder")
-    return bool(parameter and parameter.default is True) or getattr(cls.config_class, "is_encoder_decoder", False)
+    return is_of_two_stacks(cls.config_class)
+
+
+def is_of_two_stacks(config_class: Any) -> bool:
+    parameter = parameters(config_class).get("is_encoder_decoder")
+    return bool(parameter and parameter.default is True) or getattr(config_class, "is_encoder_decoder", False)
 
 
 def model_class(architecture: str) -> Any:
     # It is a KeyError or an AttributeError if the installed Transformers does not have the class.
     if has_media(architecture):
         return WITH_MEDIA[architecture][0](architecture)
+    if has_pairs(architecture):
+        return _pairs().model_class(architecture)
     architecture = models.kind(architecture)
     transformers = importlib.import_module("transformers")
     if architecture in TEXT_SIDES:
@@ -161,6 +178,8 @@ def config_of(architecture: str, **changes: Any) -> Any:
     # architecture: a model type, or the path of a config.json. changes: for the language model's part of the config
     if has_media(architecture):
         return WITH_MEDIA[architecture][1](architecture, **changes)
+    if has_pairs(architecture):
+        return _pairs().config_of(architecture, **changes)
     cls = config_class(architecture)
     if models.is_file(architecture):
         return models.config_of(architecture, cls, **changes)

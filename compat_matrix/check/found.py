@@ -41,7 +41,8 @@ NO_SUCH_IMPLEMENTATION = (
 # The points under this key compare with what Transformers alone cannot compute. Each has its error.
 ALONE = "alone"
 
-ON_TEXT = "checked on rows of text"  # the reason of a point that is not run on rows with pictures or sound
+# The reason of a point that is not run on rows with pictures or sound, or on pairs
+ON_TEXT = "checked on rows of text"
 
 # It stands for all points of an implementation with which Transformers alone fails on one document.
 DOCUMENT = "document"
@@ -78,7 +79,6 @@ def cell(architecture: str, implementations: tuple[str, ...], points: list[str],
     from .. import tiny_models
     from . import upstream
     from .cell import Cell
-    from .points import media
 
     loaded = {}
     unloadable = {}
@@ -112,10 +112,11 @@ def cell(architecture: str, implementations: tuple[str, ...], points: list[str],
                 result["refused"] = f"{type(error).__name__}: {error.message}"
                 del result["seam"]
                 continue
-            failure = media.failure_alone(cell)
-            if failure:
-                result["fa2patch"][implementation] = {ALONE: {DOCUMENT: failure}}
-                continue
+        side = _side(architecture)
+        failure = side.failure_alone(cell) if side else ""
+        if failure:
+            result["fa2patch"][implementation] = {ALONE: {DOCUMENT: failure}}
+            continue
         skipped = _skipped(cell, result["seam"], first=implementation == next(iter(loaded)))
         if voucher:
             skipped.update({name: VOUCHED + voucher for name in points if name not in OF_EVERY_ARCHITECTURE})
@@ -128,12 +129,30 @@ def cell(architecture: str, implementations: tuple[str, ...], points: list[str],
     return result
 
 
+def _side(architecture: str) -> Any:
+    """The module with the points of an architecture that reads more than a row of text, else None."""
+    from .. import tiny_models
+    from .points import media, pairs
+
+    if tiny_models.has_pairs(architecture):
+        return pairs
+    return media if tiny_models.has_media(architecture) else None
+
+
 def _interface(loaded: dict[str, Any]) -> bool:
     # At the interface seam, eager differs only in the function that is looked up.
+    import fa2patch
     from fa2patch.upstream.find_layers import ModelLayers
+    from fa2patch.upstream.find_models import stacks_of
 
     model = next(iter(loaded.values()))[1]
-    return all(layer.seam == "interface" for layer in ModelLayers(model).attention)
+    if stacks_of(model) is None:
+        return all(layer.seam == "interface" for layer in ModelLayers(model).attention)
+    try:
+        with fa2patch.apply(model) as patch:
+            return all(layer.seam == "interface" for layer in patch.layers)
+    except Exception:  # a refusal may differ, too
+        return False
 
 
 def _skipped(cell: Any, seam: list[str], first: bool) -> dict[str, str]:
@@ -180,11 +199,11 @@ def held(point: Callable[[Any], None], cell: Any) -> str:
 def _results(cell: Any, points: list[str], skipped: dict[str, str]) -> dict[str, Any]:
     from fa2patch.errors import message
 
-    from .. import tiny_models
     from .cell import AloneFails, NotApplicable
-    from .points import POINTS, media
+    from .points import POINTS
 
-    run = media.POINTS if tiny_models.has_media(cell.family) else POINTS
+    side = _side(cell.family)
+    run = side.POINTS if side else POINTS
     counts: dict[str, Any] = {"ok": 0, "n/a": {}, "fail": {}}
     for name in points:
         if name in skipped:

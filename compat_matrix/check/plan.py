@@ -12,9 +12,10 @@ from hashlib import sha256
 from typing import Any
 
 from fa2patch.errors import Fa2PatchError, message
-from fa2patch.patch.model_plan import ModelPlan, plan_model
+from fa2patch.patch.model_plan import ModelPlan, plan_model, plan_pairs
 from fa2patch.upstream.facts import Facts
 from fa2patch.upstream.find_layers import ModelLayers
+from fa2patch.upstream.find_models import stacks_of, takes_no_token_ids, transformers_model
 
 from .. import tiny_models
 from .cell import Cell
@@ -35,12 +36,28 @@ def of(architecture: str, implementations: Iterable[str]) -> dict[str, Any]:
             found[implementation] = {"error": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
             continue
         try:
-            said = told(plan_model(ModelLayers(model)))
+            said = planned(model)
         except Fa2PatchError as error:
             said = {"refused": f"{type(error).__name__}: {error.message}"}
         except Exception as error:
             said = {"error": f"{type(error).__name__}: {message(error)}"[:200]}
         found[implementation] = {"model": _model(architecture, model), **said}
+    return found
+
+
+def planned(model: Any) -> dict[str, Any]:
+    # An encoder-decoder has a plan of its own, and one for each stack that reads tokens.
+    stacks = stacks_of(model)
+    if stacks is None:
+        return told(plan_model(ModelLayers(model)))
+    found = told(plan_pairs(ModelLayers(model)))
+    for name, stack in zip(("encoder", "decoder"), stacks):
+        if takes_no_token_ids(stack):
+            continue
+        part = told(plan_model(ModelLayers(transformers_model(stack))))
+        found["layers"] |= {f"{name}.{layer}": count for layer, count in part.pop("layers").items()}
+        found["sites"] += part.pop("sites")
+        found["found"][name] = part
     return found
 
 
@@ -55,11 +72,11 @@ def _model(architecture: str, model: Any) -> str:
     return sha256(json.dumps(about, sort_keys=True, default=str).encode()).hexdigest()[:8]
 
 
-def told(planned: ModelPlan) -> dict[str, Any]:
+def told(plan: ModelPlan) -> dict[str, Any]:
     # "layers": how many layers there are of each kind of name, with the seam. "sites": what is replaced, and by what.
     # "found": the facts and what the traits found. "route": the facts of how boundaries reach the layers.
-    layers = Counter(f"{re.sub(r'[0-9]+', 'N', layer.name)}: {layer.seam}" for layer in planned.layers)
-    facts = planned.facts
+    layers = Counter(f"{re.sub(r'[0-9]+', 'N', layer.name)}: {layer.seam}" for layer in plan.layers)
+    facts = plan.facts
     route = {
         "carrier": facts.carrier,
         "stops_ids": facts.stops_ids,
@@ -68,10 +85,10 @@ def told(planned: ModelPlan) -> dict[str, Any]:
     }
     return {
         "layers": dict(layers),
-        "sites": [f"{_text(site.owner)}.{site.attribute}: {_text(site.make)}" for site in planned.sites],
-        "found": {**_known(facts), **{trait.name: _text(found) for trait, found in planned.traits}},
+        "sites": [f"{_text(site.owner)}.{site.attribute}: {_text(site.make)}" for site in plan.sites],
+        "found": {**_known(facts), **{trait.name: _text(found) for trait, found in plan.traits}},
         "route": {name: held for name, held in route.items() if held},
-        "roles": [_text(role) for role in planned.roles],
+        "roles": [_text(role) for role in plan.roles],
     }
 
 

@@ -40,7 +40,7 @@ def flash_attn_varlen_func(
         )
     pieces = []
     for a, b, c, d in zip(ends_q, ends_q[1:], ends_k, ends_k[1:]):
-        queries, missing = q[a:b], (d - c) - (b - a)
+        queries, missing = q[a:b], (d - c) - (b - a) if causal or window_size[0] >= 0 else 0  # cross attention has any
         padded = torch.cat([queries.new_zeros(missing, *queries.shape[1:]), queries])
         options = Options(
             scale=softmax_scale,

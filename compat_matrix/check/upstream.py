@@ -10,7 +10,7 @@ import torch
 
 import fa2patch
 
-from .. import tiny_media, tiny_models
+from .. import tiny_media, tiny_models, tiny_pairs
 from .cell import AloneFails, Cell
 from .rows import documents, pack
 
@@ -52,6 +52,8 @@ def _two_rows() -> dict[str, Any]:
 def outcomes(cell: Cell) -> dict[str, str]:
     if tiny_models.has_media(cell.family):
         return _with_media(cell)
+    if tiny_models.has_pairs(cell.family):
+        return _of_pairs(cell)
     return {name: _outcome(cell, make()) for name, make in ROWS.items()}
 
 
@@ -70,6 +72,31 @@ def _with_media(cell: Cell) -> dict[str, str]:
     found["one row"] = _outcome(cell, row)
     row["attention_mask"] = torch.ones_like(row["input_ids"])
     return {"one row": found["one row"], "mask of ones": _outcome(cell, row), **found}
+
+
+def _of_pairs(cell: Cell) -> dict[str, str]:
+    # Rows of pairs, as fa2patch takes them. What a model computes for pairs alone may need more than the tiny pairs
+    # have, where fa2patch refuses it.
+    pairs = tiny_pairs.pairs(cell.family, LENGTHS, LENGTHS[::-1])
+    row = pairs.packed()
+    ones = {f"{prefix}attention_mask": torch.ones_like(row[f"{prefix}position_ids"]) for prefix in ("", "decoder_")
+            if f"{prefix}position_ids" in row}  # fmt: skip
+    rows = {"one row": {"use_cache": False}, "mask of ones": {"use_cache": False, **ones}, "default cache": {}}
+    model = cell.model()
+    try:
+        expected = torch.cat([model(**pairs.alone(at)).logits[0] for at in range(len(LENGTHS))])
+    except Exception:
+        return dict.fromkeys(rows, "unknown")
+
+    def outcome(more: dict[str, Any]) -> str:
+        try:
+            found = model(**row, **more).logits[0]
+        except Exception as error:
+            return f"error: {type(error).__name__}: {error}".splitlines()[0][:160]
+        return "ok" if torch.allclose(found, expected, rtol=1e-3, atol=1e-3) else "leak"
+
+    with torch.no_grad():
+        return {name: outcome(more) for name, more in rows.items()}
 
 
 def _outcome(cell: Cell, call: dict[str, Any]) -> str:

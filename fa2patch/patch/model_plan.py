@@ -143,6 +143,7 @@ def plan_pairs(model: ModelLayers) -> ModelPlan:
     stacks = tuple(names[stack] for stack in stacks_of(model.model) or ())
     facts = Facts(model.architecture, stacks=stacks, shifts_in_its_loss=labels.shifts_in_its_loss(model.model))
     refusals.pairs_within(model, facts)
+    refusals.stacks(model, facts)
     refusals.unreadable_code(model, facts)
     refusals.config_of_its_row(model, facts)
     sites = tuple(of_forward(inner, pairs.entered) for inner in model.entered)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,6 +25,27 @@ from .runs import largest_part, left_as_it_was, near, one_document, others
 from .state import State
 
 
+class _Embedded:
+    """The embeddings of a stack's tokens: of the whole batch, or of one document after another."""
+
+    def __init__(self, stack: Model, shape: Sequence[int], exchanged: torch.Tensor | None) -> None:
+        self.table, self.shape, self.exchanged = embedding_in_use(stack), tuple(shape), exchanged
+        self.by_document = vars(stack)[MARK].facts.by_document
+        self.seen, self.all = 0, self.shape[0] * self.shape[1]
+
+    def tokens_of(self, module: torch.nn.Module, output: torch.Tensor) -> slice | None:
+        # None: these are no embeddings of this stack's tokens
+        shape = tuple(output.shape[:2])
+        whole = shape == self.shape and not self.seen
+        if module is not self.table or not (whole or (self.by_document and self.seen < self.all)):
+            return None
+        start, self.seen = self.seen, self.seen + shape[0] * shape[1]
+        return slice(start, self.seen)
+
+    def exchanged_among(self, tokens: slice, output: torch.Tensor) -> torch.Tensor | None:
+        return None if self.exchanged is None else self.exchanged.flatten()[tokens].view(output.shape[:2])
+
+
 class PairProof(BatchProof):
     """Runs in which the input embeddings of some pairs are exchanged, of the source and of the target."""
 
@@ -39,28 +61,29 @@ class PairProof(BatchProof):
         self.state.put_back()
         self.leaves = []
         chosen = None if exchanged is None else self._pairs(exchanged)
-        of_sources, waiting = None, [(embedding_in_use(self.inner), self.shape, exchanged)]
+        of_sources, waiting = None, [_Embedded(self.inner, self.shape, exchanged)]
         if self.sources is not None:
             if chosen is not None:
                 lengths = torch.tensor(self.sources.boundaries.lengths)
                 of_sources = chosen.repeat_interleave(lengths).view(self.sources.shape).to(self.device)
-            waiting.insert(0, (embedding_in_use(self.encoder), self.sources.shape, of_sources))
+            waiting.insert(0, _Embedded(self.encoder, self.sources.shape, of_sources))
         if call.get("encoder_outputs") is not None:  # sources that were encoded before
             call = {**call, "encoder_outputs": self._encoded(call["encoder_outputs"], of_sources)}
             del waiting[:-1]
 
         def hook(module: torch.nn.Module, args: Args, output: torch.Tensor) -> torch.Tensor:
             # in some releases both stacks have one table, of which the encoder's call comes first
-            found = [
-                at for at, (table, shape, _) in enumerate(waiting) if table is module and shape == output.shape[:2]
-            ]
-            return self._leaf(output, waiting.pop(found[0])[2]) if found else output
+            for embedded in waiting:
+                tokens = embedded.tokens_of(module, output)
+                if tokens is not None:
+                    return self._leaf(output, embedded.exchanged_among(tokens, output))
+            return output
 
         def of_encoder(module: torch.nn.Module, args: Args, output: Any) -> Any:
             rows = None if chosen is None else chosen[:, None].expand(output[0].shape[:2])
             return self._encoded(output, rows)
 
-        handles = [table.register_forward_hook(hook, prepend=True) for table in {table for table, _, _ in waiting}]
+        handles = [table.register_forward_hook(hook, prepend=True) for table in {each.table for each in waiting}]
         if self.sources is None:
             handles.append(self.encoder.register_forward_hook(of_encoder))
         try:

@@ -53,6 +53,13 @@ def _alibi(config: Config) -> str | None:
     )
 
 
+def _counts_sources(config: Config) -> str | None:
+    return (
+        "its decoder adds positions to what the encoder made of a sound, counted over all of it, and sounds that are "
+        "laid end to end would count on. Train padded"
+    )
+
+
 def _gpt_neo_window(module: Any, options: Options) -> Options:
     # Eager code applies the window of local layers, and the flash class of every version ignores it.
     kind = getattr(module, "attention_type", None)  # 5.x
@@ -108,7 +115,7 @@ def _takes_cache_position(cls: type) -> bool:
 # names for apply(model, architecture=...); a model type needs no row to be patched
 _NOTHING_SPECIAL = (
     "dbrx", "gemma", "gemma2", "gpt_bigcode", "granite", "llama", "mistral", "mixtral", "olmo", "phi", "phi3", "qwen2",
-    "qwen2_moe", "stablelm", "starcoder2",
+    "qwen2_moe", "seamless_m4t", "seamless_m4t_v2", "speech_to_text", "stablelm", "starcoder2",
 )  # fmt: skip
 
 _rows = {
@@ -117,6 +124,7 @@ _rows = {
         *map(Architecture, _NOTHING_SPECIAL),
         Architecture("falcon", refuse=_alibi),
         Architecture("gpt_neo", adjust=_gpt_neo_window),
+        Architecture("moonshine_streaming", refuse=_counts_sources),
         Architecture("llama4_text", queries=_llama4_temperature),
         Architecture("ministral3", queries=_ministral3_temperature),
     )

@@ -40,6 +40,11 @@ def before(step: Step) -> None:
     if isinstance(given, PackedMask):
         sources = given.boundaries
     elif states.shape[0] == len(targets):
+        if mask.shape[0] > 1:
+            raise BadBatch(
+                f"{ENCODED} {list(states.shape)} are one row for each target: expected the targets in one row, found "
+                f"{mask.shape[0]} rows."
+            )
         step.call[ENCODED], sources = _end_to_end(states, given)
     else:
         sources = _numbered(states, given)

@@ -134,6 +134,12 @@ def has_constant(function: object, value: object) -> bool:
     return value in getattr(code_of(function), "co_consts", ())
 
 
+def hands_on(function: object, name: str) -> bool:
+    # as a keyword of a call, whose names are a tuple among the constants
+    constants = getattr(code_of(function), "co_consts", ())
+    return any(isinstance(value, tuple) and name in value for value in constants)
+
+
 def has_variable(function: object, name: str) -> bool:
     return name in variables_of(function)
 

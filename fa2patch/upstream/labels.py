@@ -132,10 +132,12 @@ def predicts_the_next(model: Model, sees_both_ways: bool) -> bool:
 
 
 def shifts_in_its_loss(model: Model) -> bool:
-    # Without a type of loss, Transformers takes that of causal LMs.
-    forwards = inspecting.forwards_that_run(type(model))
+    # Without a type of loss, Transformers takes that of causal LMs. Moonshine and Canary of 5.24 hand it labels that it
+    # takes for shifted.
+    forwards = [*inspecting.forwards_that_run(type(model))]
     asks = loaded(LOSSES) is not None and any(inspecting.reads_name(forward, "loss_function") for forward in forwards)
-    return asks and getattr(model, "loss_function", None) is loaded(LOSSES).ForCausalLMLoss
+    as_shifted = any(inspecting.hands_on(forward, "shift_labels") for forward in forwards)
+    return asks and not as_shifted and getattr(model, "loss_function", None) is loaded(LOSSES).ForCausalLMLoss
 
 
 def _loss_function(model: Model) -> Any:

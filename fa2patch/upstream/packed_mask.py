@@ -79,7 +79,7 @@ class PackedMask:
         self.calls.append(None if captured else module)
         if self.boundaries.sources is not None:
             options = replace(options, causal=False)
-        elif not self.facts.both_ways and getattr(module, "is_causal", True) is False:
+        elif getattr(module, "is_causal", True) is False and not (self.facts.both_ways or self.facts.as_decoder):
             raise PackingNotIsolated(
                 f"{type(module).__name__} has is_causal=False, and had it not when the model was patched: labels and "
                 "masks were planned for a causal model. Call fa2patch.apply(model) again."

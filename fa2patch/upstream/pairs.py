@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .._types import Args, Call, Function
-from ..documents.names import LABELS, LENGTHS, OF_TARGETS, TOKENS
+from ..documents.names import IGNORED_LABEL, LABELS, LENGTHS, OF_TARGETS, TOKENS
 from ..errors import BadBatch
 from . import inspecting, other_code
 from .calls import Calls, passed
@@ -25,7 +25,7 @@ from .labels import inside_documents
 from .packed_mask import MASK, PackedMask
 from .splitting import Documents
 from .step import MARK, PADDING, ROLE, Patched
-from .transformers_names import SHIFTS
+from .transformers_names import SHIFTS, SHIFTS_ITSELF
 
 # The arguments that say where documents start.
 SAYS = ("position_ids", *LENGTHS)
@@ -124,7 +124,7 @@ def _own_shift(forward: Function) -> Shift | None:
 
 def _shifted(model: Any, labels: torch.Tensor, targets: PackedMask, own: Shift | None) -> torch.Tensor:
     # The model itself makes a decoder's inputs of labels, here of each document, as rows that are padded right.
-    shift = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+    shift = next((getattr(model, name) for name in SHIFTS_ITSELF if hasattr(model, name)), None)
     if shift is None and own is not None:
         settings = [getattr(model.config, name) for name in own.settings]
         shift = functools.partial(_call, own.function, settings)
@@ -134,7 +134,11 @@ def _shifted(model: Any, labels: torch.Tensor, targets: PackedMask, own: Shift |
             "beside labels that are packed, shifted in each document."
         )
     documents = Documents(targets.boundaries, targets.shape)
-    shifted: torch.Tensor = documents.join([shift(piece) for piece in documents.split(labels)])
+    *pieces, last = documents.split(labels)
+    # the last document may be padding, in which mBART would look for the last label
+    a_token = int(getattr(model.config, "pad_token_id", None) == 0)
+    last = torch.where((last == IGNORED_LABEL).all(), a_token, last)
+    shifted: torch.Tensor = documents.join([shift(piece) for piece in (*pieces, last)])
     return shifted
 
 

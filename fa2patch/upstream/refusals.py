@@ -13,7 +13,14 @@ from . import inspecting
 from .architectures import row_of
 from .facts import Facts, Site
 from .find_layers import Layer, ModelLayers, blocks_without, claims_flash_attention
-from .find_models import named_modules, takes_no_token_ids, token_embeddings
+from .find_models import (
+    embedding_of,
+    is_transformers_model,
+    named_modules,
+    stacks_of,
+    takes_no_token_ids,
+    token_embeddings,
+)
 from .seams.bias import computes_bias
 from .step import Step, Trait
 from .transformers_names import ATTENTION_FUNCTIONS
@@ -31,6 +38,23 @@ def pairs_within(model: ModelLayers, facts: Facts) -> None:
         raise UnsupportedModel(
             f"{model} holds {type(inner).__name__}, an encoder-decoder, and makes its sources itself, of pictures or "
             "sound and text: where each of them starts is not known. Nothing was patched. Train this model padded."
+        )
+
+
+def stacks(model: ModelLayers, facts: Facts) -> None:
+    # FSMT's stacks and a transducer's decoder are plain modules. MusicGen's and Dia's decoders read codebooks.
+    encoder, decoder = stacks_of(model.model) or (model.decoder, model.decoder)
+    for stack in (encoder, decoder):
+        if not is_transformers_model(stack):
+            raise UnsupportedModel(
+                f"{model} holds {type(stack).__name__}, which is no Transformers model by itself: nothing could hand it "
+                "boundaries. Nothing was patched. Train this model padded."
+            )
+    if not isinstance(getattr(embedding_of(decoder), "weight", None), torch.Tensor):
+        raise UnsupportedModel(
+            f"{model} has a decoder, {type(decoder).__name__}, that reads several tokens at a time, as codebooks of "
+            "sound are: targets are packed only with one token at each place. Nothing was patched. Train this model "
+            "padded."
         )
 
 

@@ -38,8 +38,9 @@ CALLS_FLASH = "_flash_attention_forward"
 # ModernBERT's method (4.48 to 5.0), which returns a mask for global and one for local layers
 TWO_MASKS = "_update_attention_mask"
 
-# Functions of a modeling module that make a decoder's inputs of labels
+# What makes a decoder's inputs of labels: functions of a modeling module, and a model's methods (the second: Pix2Struct)
 SHIFTS = ("shift_tokens_right",)
+SHIFTS_ITSELF = ("prepare_decoder_input_ids_from_labels", "_shift_right")
 
 # The arguments by which a decoder gets an encoder's states and the mask of their padding
 ENCODED, ENCODED_MASK = "encoder_hidden_states", "encoder_attention_mask"

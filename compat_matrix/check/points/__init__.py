@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from ..cell import POINTS
-from . import caches, harmless, isolation, media, training, trees, windows  # noqa: F401
+from . import caches, harmless, isolation, media, pairs, training, trees, windows  # noqa: F401
 
 __all__ = ["POINTS"]

@@ -6,18 +6,20 @@ model is called for each document, so that nothing has the size of the row squar
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
 from ..._torch import uncompiled
+from ..._types import Call
 from ...errors import PackingNotIsolated
 from ...kernels.picks import DOCUMENTS, Mixed
 from .. import inspecting
 from ..packed_mask import PackedMask
 from ..splitting import Documents
 from ..step import Step
+from ..transformers_names import ENCODED, ENCODED_MASK
 
 
 def computed(step: Step, mask: PackedMask) -> Any:
@@ -38,6 +40,7 @@ def _of_each(step: Step, mask: PackedMask) -> Any:
     for layer in step.patch.attention:
         mask.picks.took(step.module.get_submodule(layer.name), Mixed(DOCUMENTS))
     rest, call = step.calls.arranged(step.args, step.call)
+    sources = _sources_of_each(call, mask)
     for name, value in call.items():
         # Every document would see all of an argument for other things than its tokens: entities, or an encoder's
         # states. A head_mask has two dimensions, of floating-point numbers.
@@ -53,9 +56,23 @@ def _of_each(step: Step, mask: PackedMask) -> Any:
     def each(*args: Any, **given: Any) -> Any:
         if given.get("inputs_embeds") is not None:
             given["inputs_embeds"] = given["inputs_embeds"] * 1  # DeBERTa (4.34) changes them in place
+        if sources is not None:
+            given[ENCODED] = next(sources)
         return step.calls.original(step.module, *args, **given)
 
     return _joined(documents, documents.of_each(each, rest, call))
+
+
+def _sources_of_each(call: Call, mask: PackedMask) -> Iterator[torch.Tensor] | None:
+    # The states of each target's source are taken out of the call, in which they stand end to end.
+    given = call.get(ENCODED_MASK)
+    of_cross = given if isinstance(given, PackedMask) else mask.cross
+    sources = None if of_cross is None else of_cross.boundaries.sources
+    if sources is None:
+        return None
+    states = call.pop(ENCODED).flatten(0, 1)[None, : sum(sources.lengths)]
+    pieces = states.split_with_sizes(sources.lengths, 1)
+    return iter([piece for piece, length in zip(pieces, mask.boundaries.lengths) if length])
 
 
 def _joined(documents: Documents, outputs: Sequence[Any]) -> Any:

@@ -94,10 +94,10 @@ class PackedMask:
             options = replace(options, window=self.window_of(module, options.window))
         if isinstance(options.scale, torch.Tensor):
             q, options = scaled(q, options)
-        if options.bias is not None and documents.sources is None and options.bias.shape[-1] != documents.max_seqlen:
+        if options.bias is not None and documents.sources is None and options.bias.shape[-1] != self.longest:
             raise PackingNotIsolated(
                 f"{type(module).__name__} adds a bias of {list(options.bias.shape)} to its scores: expected one of the "
-                f"longest document, {documents.max_seqlen} tokens. It was made elsewhere, and what it says of "
+                f"longest document, {self.longest} tokens. It was made elsewhere, and what it says of "
                 "documents is not known. Train this model padded, and please report it."
             )
         dtype, weight = compute_dtype(module, q, k, v, casts)
@@ -195,6 +195,11 @@ class PackedMask:
     def rows(self) -> tuple[int, int]:
         # (batch, length) of the whole rows, which `boundaries` describe
         return self.shape if self.part is None else self.part.rows(self.shape)
+
+    @property
+    def longest(self) -> int:
+        # the tokens of the longest document, or an upper bound; with a tree, of the longest path
+        return self.boundaries.keys(self.rows[0] * self.rows[1]).max_seqlen
 
     def given(self, module: torch.nn.Module | None) -> None:
         # What is recorded here is checked after the forward.

@@ -181,6 +181,23 @@ def test_a_decoder_that_is_not_told_whose_its_sources_are():
         decoder(**call, encoder_hidden_states=states, encoder_attention_mask=numbers(batch.sources))
 
 
+@pytest.mark.parametrize("family", ["t5", "umt5"])
+def test_a_bias_goes_on_where_a_prompt_is_shared(family):
+    # also where a document is as long as the longest path
+    decoder = built(family).get_decoder()
+    drawn = torch.Generator().manual_seed(3)
+    root, one, other, lone = (torch.randint(3, VOCABULARY, (1, length), generator=drawn) for length in (4, 3, 2, 12))
+    expected = [decoder(input_ids=torch.cat(path, 1))[0] for path in ([root, one], [root, other], [lone])]
+    fa2patch.apply(decoder, prove=False)
+    rows, ends = torch.cat([root, one, other, lone], 1), torch.tensor([0, 4, 7, 9, 21], dtype=torch.int32)
+    lengths = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 12, "max_length_k": 12}
+    parents = torch.tensor([-1, 0, 0, -1], dtype=torch.int32)
+    found = decoder(input_ids=rows, segment_parents=parents, **lengths)[0]
+    torch.testing.assert_close(found[:, :7], expected[0], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found[:, 7:9], expected[1][:, 4:], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found[:, 9:], expected[2], rtol=1e-4, atol=1e-4)
+
+
 def test_a_decoder_that_stands_behind_no_encoder():
     # Its layers of cross attention do not run.
     model, batch = built("bart"), pairs("bart")

@@ -291,7 +291,7 @@ def test_lora(family):
     assert_equal(computed(model, batch.packed()), expected)
 
 
-@pytest.mark.parametrize("family", ["t5", "bart", "whisper"])
+@pytest.mark.parametrize("family", ["t5", "bart", pytest.param("whisper", marks=pytest.mark.slow)])
 def test_a_compiled_model(family):
     model, batch = built(family), pairs(family)
     expected = alone(model, batch)

@@ -12,6 +12,7 @@ import transformers
 from pairs import FAMILIES, SPOKEN, alone, built, gradients, pairs
 
 import fa2patch
+from compat_matrix.check import reads
 from compat_matrix.check.compare import assert_same_gradients
 from fa2patch.errors import PackingNotIsolated, StaysPadded
 from fa2patch.patch.padding import of_model
@@ -275,3 +276,16 @@ def test_the_option_is_switched_off_and_on():
     fa2patch.apply(model, padded_batches=False)
     model(**padded)
     assert tallies(model) == [(90, 44), (70, 42)]
+
+
+@pytest.mark.parametrize("family", ["t5", "bart", "whisper"])
+def test_what_a_step_reads_from_the_device(family):
+    # nothing in a layer: once where the model looks for packed pairs, once for each stack's rows, once for the states
+    model, batch = built(family).train(), pairs(family)
+    padded = padded_of(family, model, batch)
+    fa2patch.apply(model, padded_batches=True, prove=False)
+    for _ in range(2):  # of the first ones it is tried whether the head reads padding
+        model(**padded)
+    with reads.counted() as found:
+        model(**padded)
+    assert found.reads == (1 if family in SPOKEN else 4)

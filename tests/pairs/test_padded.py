@@ -288,4 +288,5 @@ def test_what_a_step_reads_from_the_device(family):
         model(**padded)
     with reads.counted() as found:
         model(**padded)
-    assert found.reads == (1 if family in SPOKEN else 4)
+    ours = sum(number for where, number in found.where.items() if "in fa2patch" in where)  # BART of 4.43 reads, too
+    assert ours == (1 if family in SPOKEN else 4)

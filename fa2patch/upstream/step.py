@@ -130,6 +130,11 @@ class Patched(Protocol):
     def examine(self, module: Model, call: Call, mask: PackedMask) -> None: ...
 
 
+def covers(around: Patched | None, patch: Patched | None) -> bool:
+    # whether a model with the first patch hands its batches to one with the second: the same model, or a stack of it
+    return around is not None and (around is patch or patch in around.stacks)
+
+
 class Weighted(NamedTuple):
     """What a weighted loss is computed from."""
 

@@ -107,3 +107,13 @@ def test_pairs_that_are_too_long_are_dropped():
     planned = plan(lengths, BUDGETS, too_long="drop")
     assert planned.dropped.tolist() == [1, 3] and planned.empty.tolist() == [2]
     assert PackedBatchSampler(lengths, BUDGETS, too_long="drop").dropped.tolist() == [1, 3]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_last_step_keeps_both_budgets(seed):
+    # rows of 84 tokens in all would hold 80 of targets
+    drawn = np.random.default_rng(seed)
+    lengths = drawn.permutation(np.array([(1, 20)] * 8 + [(60, 1)] * drawn.integers(1, 5)))
+    for ranks in (2, 3):
+        sampler = PackedBatchSampler(lengths, BUDGETS, ranks, "all")
+        assert all((lengths[row].sum(axis=0) <= BUDGETS).all() for row in sampler)

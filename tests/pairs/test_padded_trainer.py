@@ -92,3 +92,20 @@ class Tokenizer:
 
 def Collated(model):
     return DataCollatorForSeq2Seq(Tokenizer(model.config.pad_token_id), model=model)
+
+
+@pytest.mark.parametrize("family", ["t5", "t5gemma"])
+def test_passes_of_two_stacks_are_computed_with_the_loss_of_the_batch(family, tmp_path):
+    # T5Gemma takes the number of labels in a step, as a loss does whose passes would be computed once
+    found = []
+    for base in (Seq2SeqTrainer, fa2patch.packed_trainer(Seq2SeqTrainer, max_tokens=16)):
+        model = built(family).train()  # in float64, masks of T5Gemma's padded batches give NaN
+        arguments = Seq2SeqTrainingArguments(
+            output_dir=str(tmp_path), max_steps=2, logging_steps=1, per_device_train_batch_size=4, report_to=[],
+            save_strategy="no", use_cpu=True, disable_tqdm=True, gradient_accumulation_steps=2,
+        )  # fmt: skip
+        trainer = base(model, arguments, train_dataset=examples()[:16], data_collator=Collated(model))
+        trainer.train()
+        found.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+    assert found[1] == pytest.approx(found[0], rel=1e-4) and len(found[0]) == 2
+    assert "passes_per_batch" in trainer.state.log_history[0] and trainer.token_budget.why_exact

@@ -298,7 +298,7 @@ def test_sources_and_targets_of_one_shape(family):
     model, batch = built(family), pairs(family, (7, 2, 5), (3, 7, 6))
     padded = padded_of(family, model, batch)
     expected = alone(model, batch)
-    fa2patch.apply(model, padded_batches=True, prove=False)
+    fa2patch.apply(model, padded_batches=True)  # whether padding is read is tried
     with warnings.catch_warnings():
         warnings.simplefilter("error", StaysPadded)
         output, found = computed(model, padded)

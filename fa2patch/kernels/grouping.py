@@ -34,9 +34,11 @@ MOVED = 2**14
 
 
 @lru_cache(maxsize=8)
-def batches(lengths: tuple[int, ...], most: int, power: int = 1, pads: bool = True) -> list[list[int]]:
+def batches(
+    lengths: tuple[int, ...], most: int, power: int = 1, pads: bool = True, a_call: int = A_CALL
+) -> list[list[int]]:
     # Lengths alone decide, so that a recomputed forward makes the same batches. From the longest document to the
-    # shortest, a batch ends where the next one would need more padding than A_CALL and SHARE allow. Its size, their
+    # shortest, a batch ends where the next one would need more padding than `a_call` and SHARE allow. Its size, their
     # number times ``longest ** power``, is at most ``most``: tokens for a power of 1, scores for 2.
     if lengths and min(lengths) == max(lengths):  # thousands of short ones: no Python for each of them
         size = max(1, most // max(1, lengths[0]) ** power)
@@ -45,7 +47,7 @@ def batches(lengths: tuple[int, ...], most: int, power: int = 1, pads: bool = Tr
     longest = real = 0
     for at in sorted(range(len(lengths)), key=lambda at: -lengths[at]):
         count, tokens = len(made[-1]) + 1 if made else 1, real + lengths[at]
-        allowed = A_CALL + SHARE * tokens if pads else 0
+        allowed = a_call + SHARE * tokens if pads else 0
         if made and count * longest - tokens <= allowed and count * longest**power <= most:
             made[-1].append(at)
             real = tokens

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .._types import Call, Function
-from ..documents.names import LABELS, LENGTHS, OF_TARGETS, TOKENS
+from ..documents.names import IGNORED_LABEL, LABELS, LENGTHS, OF_TARGETS, TOKENS
 from ..errors import BadBatch
 from . import inspecting, other_code
 from .calls import Calls, passed
@@ -127,8 +127,10 @@ def _shifted(model: Any, labels: torch.Tensor, targets: PackedMask, own: Shift |
             "beside labels that are packed, shifted in each document."
         )
     documents = Documents(targets.boundaries, targets.shape)
-    shifted: torch.Tensor = documents.join([shift(piece) for piece in documents.split(labels)])
-    return shifted
+    calls = documents.in_batches([range(len(documents))], labels.device).calls
+    padding = labels.new_full((calls.size,), IGNORED_LABEL)
+    shifted: torch.Tensor = calls.join([shift(row) for row in calls.split(labels.flatten(), padding)])
+    return shifted.view(targets.shape)
 
 
 def _call(function: Function, settings: list[Any], labels: torch.Tensor) -> Any:

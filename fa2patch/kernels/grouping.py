@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import chain
+from operator import add
 from typing import Any
 
 import numpy as np
@@ -159,11 +160,16 @@ def _pairs(targets: Boundaries, sources: Boundaries) -> tuple[Batches, Batches, 
     # all keys of their source, so it is only padding that is hidden.
     of_queries, of_keys = targets.lengths, sources.lengths
     made: list[list[int]] = []
+    longest, tokens = [0, 0], [0, 0]  # of the last call, its queries' and its keys'
     for at in sorted(range(len(of_queries)), key=lambda at: (-of_keys[at], -of_queries[at])):
-        if made and _are_near([[lengths[each] for each in (*made[-1], at)] for lengths in (of_queries, of_keys)]):
+        own = [of_queries[at], of_keys[at]]
+        both = [*map(max, longest, own)], [*map(add, tokens, own)]
+        if made and _are_near(len(made[-1]) + 1, *both):
             made[-1].append(at)
+            longest, tokens = both
         else:
             made.append([at])
+            longest = tokens = own
     device = targets.cu_seqlens.device
     queries, keys = Batches(of_queries, made, device), Batches(of_keys, made, device)
     last: list[torch.Tensor | None] = []
@@ -174,11 +180,10 @@ def _pairs(targets: Boundaries, sources: Boundaries) -> tuple[Batches, Batches, 
     return queries, keys, last
 
 
-def _are_near(sides: Sequence[Sequence[int]]) -> bool:
-    queries, keys = (max(lengths) for lengths in sides)
-    if len(sides[0]) * queries * keys > SCORES:
+def _are_near(count: int, longest: Sequence[int], tokens: Sequence[int]) -> bool:
+    if count * longest[0] * longest[1] > SCORES:
         return False
-    return all(len(lengths) * max(lengths) - sum(lengths) <= A_CALL + SHARE * sum(lengths) for lengths in sides)
+    return all(count * most - real <= A_CALL + SHARE * real for most, real in zip(longest, tokens))
 
 
 def _saves(shared: list[list[int]], lengths: Sequence[int], width: int, causal: bool) -> bool:

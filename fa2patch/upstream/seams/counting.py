@@ -50,7 +50,7 @@ class _OfDocuments:
         self.called = True
         kwargs.pop("position_ids", None)  # BART's decoder counts them along the row from 5.0 on
         documents = Documents(self._mask.boundaries, self._mask.shape)
-        # The backward of each call fills a gradient of the whole table, which takes as long as the same tokens of padding.
+        # The backward of each call fills a gradient of the whole table, which takes as long as so many tokens.
         table = max((len(weight) for weight in self._module.parameters()), default=A_CALL)
         lengths = tuple(documents.lengths)
         shared = batches(lengths, sum(lengths) + table, a_call=table)

@@ -160,16 +160,16 @@ def _pairs(targets: Boundaries, sources: Boundaries) -> tuple[Batches, Batches, 
     # all keys of their source, so it is only padding that is hidden.
     of_queries, of_keys = targets.lengths, sources.lengths
     made: list[list[int]] = []
-    longest, tokens = [0, 0], [0, 0]  # of the last call, its queries' and its keys'
+    most_of, tokens = [0, 0], [0, 0]  # of the last call's queries and keys: the longest, and all
     for at in sorted(range(len(of_queries)), key=lambda at: (-of_keys[at], -of_queries[at])):
         own = [of_queries[at], of_keys[at]]
-        both = [*map(max, longest, own)], [*map(add, tokens, own)]
+        both = [*map(max, most_of, own)], [*map(add, tokens, own)]
         if made and _are_near(len(made[-1]) + 1, *both):
             made[-1].append(at)
-            longest, tokens = both
+            most_of, tokens = both
         else:
             made.append([at])
-            longest = tokens = own
+            most_of = tokens = own
     device = targets.cu_seqlens.device
     queries, keys = Batches(of_queries, made, device), Batches(of_keys, made, device)
     last: list[torch.Tensor | None] = []

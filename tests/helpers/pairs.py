@@ -98,8 +98,8 @@ class Pairs:
         return {**rows, "attention_mask": right_padded([torch.ones_like(source) for source in self.sources], 0)}
 
 
-def pairs(family, sources=SOURCES, targets=TARGETS):
-    drawn = torch.Generator().manual_seed(3)
+def pairs(family, sources=SOURCES, targets=TARGETS, seed=3):
+    drawn = torch.Generator().manual_seed(seed)
 
     def tokens(length):
         return torch.randint(3, VOCABULARY, (1, length), generator=drawn)

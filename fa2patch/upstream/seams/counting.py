@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ...errors import PackingNotIsolated
+from ...kernels.grouping import A_CALL, batches
 from ..packed_mask import PackedMask
 from ..splitting import Documents
 
@@ -49,6 +50,11 @@ class _OfDocuments:
         self.called = True
         kwargs.pop("position_ids", None)  # BART's decoder counts them along the row from 5.0 on
         documents = Documents(self._mask.boundaries, self._mask.shape)
+        # The backward of each call fills a gradient of the whole table, which takes as long as so many tokens.
+        table = max((len(weight) for weight in self._module.parameters()), default=A_CALL)
+        lengths = tuple(documents.lengths)
+        shared = batches(lengths, sum(lengths) + table, a_call=table)
+        documents = documents.in_batches(shared, self._mask.boundaries.cu_seqlens.device)
         calls = documents.calls.shapes
         pieces = documents.split(tokens) if isinstance(tokens, torch.Tensor) else [torch.Size(call) for call in calls]
         outputs = []

@@ -31,6 +31,8 @@ _FLAG = "use_bidirectional_attention"
 
 
 def look(model: ModelLayers, facts: Facts) -> None:
+    if model.unknown:  # it makes masks for each document itself
+        return
     _require_said(model)
     own = _without_cross(model)
     facts.both_ways = any(layer.fused or not is_causal(layer.module, otherwise=not layer.by_itself) for layer in own)

@@ -13,7 +13,7 @@ from . import inspecting
 from .architectures import row_of
 from .facts import Facts, Site
 from .find_layers import Layer, ModelLayers, blocks_without, claims_flash_attention
-from .find_models import named_modules, takes_no_token_ids, token_embeddings
+from .find_models import is_transformers_model, named_modules, stacks_of, takes_no_token_ids, token_embeddings
 from .seams.bias import computes_bias
 from .step import Step, Trait
 from .transformers_names import ATTENTION_FUNCTIONS
@@ -32,6 +32,15 @@ def pairs_within(model: ModelLayers, facts: Facts) -> None:
             f"{model} holds {type(inner).__name__}, an encoder-decoder, and makes its sources itself, of pictures or "
             "sound and text: where each of them starts is not known. Nothing was patched. Train this model padded."
         )
+    stacks = stacks_of(model.model)
+    assert stacks is not None, "it is an encoder-decoder"
+    for stack in stacks:
+        if not is_transformers_model(stack):
+            raise UnsupportedModel(
+                f"{type(stack).__name__} of {model} is no model of its own (a PreTrainedModel), and what is around it "
+                "makes its masks: nothing that it is handed could tell it where documents start. Nothing was patched. "
+                "Train this model padded."
+            )
 
 
 def unreadable_code(model: ModelLayers, facts: Facts) -> None:
@@ -104,7 +113,9 @@ def unclaimed_flash(model: ModelLayers, facts: Facts) -> None:
     biased = [layer for layer in model.attention if type(layer.module) in biases]
     if biased:
         _refuse_bias_from_elsewhere(model, biased)
-    if len(biased) == len(model.attention) or model.vouched or claims_flash_attention(model):
+    if len(biased) == len(model.attention) or model.vouched:
+        return
+    if claims_flash_attention(model.entered, model.attention):
         return
     raise UnsupportedModel(
         f"{model} does not claim flash attention (_supports_flash_attn): its attention may look at more than "

@@ -68,7 +68,10 @@ def built(family, implementation="eager"):
         made = getattr(transformers, config)(**values)
     made._attn_implementation = implementation
     torch.manual_seed(0)
-    model = getattr(transformers, name)(made)
+    return scaled_up(getattr(transformers, name)(made))
+
+
+def scaled_up(model):
     with torch.no_grad():
         for weight in model.parameters():
             if weight.dim() > 1:

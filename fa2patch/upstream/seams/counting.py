@@ -47,7 +47,9 @@ class _OfDocuments:
     def __call__(self, tokens: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         # `tokens` are [batch, length], or such a shape. The result is [batch, length, hidden].
         self.called = True
-        kwargs.pop("position_ids", None)  # BART's decoder counts them along the row from 5.0 on
+        # BART's decoder counts positions along the row from 5.0 on, and Pegasus X hands them over without a name
+        kwargs.pop("position_ids", None)
+        args = tuple([None if isinstance(each, torch.Tensor) else each for each in args])
         documents = Documents(self._mask.boundaries, self._mask.shape)
         calls = documents.calls.shapes
         pieces = documents.split(tokens) if isinstance(tokens, torch.Tensor) else [torch.Size(call) for call in calls]

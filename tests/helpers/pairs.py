@@ -122,6 +122,20 @@ def right_padded(rows, value):
     return torch.cat([torch.nn.functional.pad(row, (0, longest - row.shape[1]), value=value) for row in rows])
 
 
+def embedded(model):
+    """The input embeddings of later forwards, as leaves, in a list that fills."""
+    leaves = []
+
+    def kept(module, args, output):
+        leaves.append(output.detach().requires_grad_())
+        return leaves[-1] * 1
+
+    for module in model.modules():
+        if isinstance(module, torch.nn.Embedding) and module.num_embeddings == VOCABULARY:
+            module.register_forward_hook(kept)
+    return leaves
+
+
 def alone(model, batch):
     """The logits of each pair, and the gradients of the mean loss over all tokens."""
     outputs = [model(**batch.alone(at)) for at in range(len(batch.targets))]

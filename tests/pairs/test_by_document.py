@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 from pairs import FAMILIES as EVERY
-from pairs import VOCABULARY, Pairs, alone, counted, gradients, pairs, scaled_up
+from pairs import VOCABULARY, Pairs, alone, counted, embedded, gradients, pairs, scaled_up
 
 import fa2patch
 from compat_matrix.check.compare import assert_same_gradients
@@ -92,30 +92,19 @@ def test_nothing_crosses_from_one_pair_to_another(family):
 def test_no_gradient_crosses(family):
     model, batch = built(family), batch_of()
     fa2patch.apply(model, prove=False)
-    embedded = []
-
-    def kept(module, args, output):
-        output = output.detach().requires_grad_()
-        embedded.append(output)
-        return output * 1
-
-    for module in model.modules():
-        if isinstance(module, torch.nn.Embedding) and module.num_embeddings == VOCABULARY:
-            module.register_forward_hook(kept)
+    leaves = embedded(model)
     logits = model(**batch.packed()).logits[0].split(TARGETS)
-    found = torch.autograd.grad(
-        logits[2].square().sum(), embedded, allow_unused=True
-    )  # what is padded with is not used
+    found = torch.autograd.grad(logits[2].square().sum(), leaves, allow_unused=True)  # what is padded with is not used
     for lengths in (SOURCES, TARGETS):
         # of a row, or of the documents, where the stack embeds each by itself
         of_row = [of for of in found if of is not None and of.shape[1] == sum(lengths)]
-        pieces = of_row[0][0].split(lengths) if of_row else _in_order(found, embedded, lengths)
+        pieces = of_row[0][0].split(lengths) if of_row else _in_order(found, leaves, lengths)
         sizes = [0.0 if piece is None else piece.abs().max().item() for piece in pieces]
         assert sizes[2] > 0 and [size for at, size in enumerate(sizes) if at != 2] == [0, 0, 0]
 
 
-def _in_order(found, embedded, lengths):
-    seen = [each.shape[1] for each in embedded]
+def _in_order(found, leaves, lengths):
+    seen = [each.shape[1] for each in leaves]
     at = next(at for at in range(len(seen)) if tuple(seen[at : at + len(lengths)]) == lengths)
     return found[at : at + len(lengths)]
 

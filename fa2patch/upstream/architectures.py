@@ -60,6 +60,13 @@ def _counts_sources(config: Config) -> str | None:
     )
 
 
+def _streams(config: Config) -> str:
+    return (
+        f"its decoder computes {config.ngram} streams of states, one for each of the next tokens, side by side in one "
+        "row, and nothing shows which of a packed row's states would be whose. Train this model padded"
+    )
+
+
 def _gpt_neo_window(module: Any, options: Options) -> Options:
     # Eager code applies the window of local layers, and the flash class of every version ignores it.
     kind = getattr(module, "attention_type", None)  # 5.x
@@ -127,6 +134,8 @@ _rows = {
         Architecture("moonshine_streaming", refuse=_counts_sources),
         Architecture("llama4_text", queries=_llama4_temperature),
         Architecture("ministral3", queries=_ministral3_temperature),
+        Architecture("prophetnet", refuse=_streams),
+        Architecture("xlm-prophetnet", refuse=_streams),
     )
 }
 

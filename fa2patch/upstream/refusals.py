@@ -47,8 +47,8 @@ def stacks(model: ModelLayers, facts: Facts) -> None:
     for stack in (encoder, decoder):
         if not is_transformers_model(stack):
             raise UnsupportedModel(
-                f"{model} holds {type(stack).__name__}, which is no Transformers model by itself: nothing could hand it "
-                "boundaries. Nothing was patched. Train this model padded."
+                f"{model} holds {type(stack).__name__}, which is no Transformers model by itself: nothing could "
+                "hand it boundaries. Nothing was patched. Train this model padded."
             )
     if not isinstance(getattr(embedding_of(decoder), "weight", None), torch.Tensor):
         raise UnsupportedModel(
@@ -128,7 +128,9 @@ def unclaimed_flash(model: ModelLayers, facts: Facts) -> None:
     biased = [layer for layer in model.attention if type(layer.module) in biases]
     if biased:
         _refuse_bias_from_elsewhere(model, biased)
-    if len(biased) == len(model.attention) or model.vouched or claims_flash_attention(model):
+    if len(biased) == len(model.attention) or model.vouched:
+        return
+    if claims_flash_attention(model.entered, model.attention):
         return
     raise UnsupportedModel(
         f"{model} does not claim flash attention (_supports_flash_attn): its attention may look at more than "

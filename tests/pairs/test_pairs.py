@@ -8,7 +8,7 @@ import pickle
 import pytest
 import torch
 import transformers
-from pairs import FAMILIES, SPOKEN, VOCABULARY, alone, built, gradients, pairs
+from pairs import FAMILIES, SPOKEN, VOCABULARY, alone, built, embedded, gradients, pairs
 
 import fa2patch
 from compat_matrix.check.compare import assert_same_gradients
@@ -67,19 +67,10 @@ def test_no_gradient_crosses(family):
     # of one pair's outputs to the embeddings of others
     model, batch = built(family), pairs(family)
     fa2patch.apply(model, prove=False)
-    embedded = []
-
-    def kept(module, args, output):
-        output = output.detach().requires_grad_()
-        embedded.append(output)
-        return output * 1
-
-    for module in model.modules():
-        if isinstance(module, torch.nn.Embedding) and module.num_embeddings == VOCABULARY:
-            module.register_forward_hook(kept)
+    leaves = embedded(model)
     lengths = [[row.shape[1] for row in rows] for rows in (batch.sources, batch.targets)]
     logits = model(**batch.packed()).logits[0].split(lengths[1])
-    found = torch.autograd.grad(logits[2].square().sum(), embedded)
+    found = torch.autograd.grad(logits[2].square().sum(), leaves)
     assert len(found) == (1 if family in SPOKEN else 2)
     for gradient, rows in zip(found, lengths[-len(found) :]):
         sizes = [piece.abs().max().item() for piece in gradient[0].split(rows)]

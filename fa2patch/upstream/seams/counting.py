@@ -48,7 +48,9 @@ class _OfDocuments:
     def __call__(self, tokens: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         # `tokens` are [batch, length], or such a shape. The result is [batch, length, hidden].
         self.called = True
-        kwargs.pop("position_ids", None)  # BART's decoder counts them along the row from 5.0 on
+        # BART's decoder counts positions along the row from 5.0 on, and Pegasus X hands them over without a name
+        kwargs.pop("position_ids", None)
+        args = tuple([None if isinstance(each, torch.Tensor) else each for each in args])
         documents = Documents(self._mask.boundaries, self._mask.shape)
         # The backward of each call fills a gradient of the whole table, which takes as long as so many tokens.
         table = max((len(weight) for weight in self._module.parameters()), default=A_CALL)

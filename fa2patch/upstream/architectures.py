@@ -55,8 +55,8 @@ def _alibi(config: Config) -> str | None:
 
 # What encoder-decoders do that no code of fa2patch follows yet, by model type
 _PADDED_ONLY = {
-    "moonshine_streaming": "its decoder adds positions to what the encoder made of a sound, counted over all of it, and "
-    "sounds that are laid end to end would count on",
+    "moonshine_streaming": "its decoder adds positions to what the encoder made of a sound, counted over all of it, "
+    "and sounds that are laid end to end would count on",
     "nllb-moe": "its routers read the padding in the attention mask, in whose place a packed batch has another object",
     "t5gemma2": "its layers attend to targets and sources at once, with one mask that is made of both",
 }

@@ -31,7 +31,9 @@ def red(*points, family="bart:pairs"):
 
 
 def test_labels_that_are_shifted_over_the_row_are_red(monkeypatch):
-    monkeypatch.setattr(pairs, "_shifted", lambda model, labels, *_: model.prepare_decoder_input_ids_from_labels(labels))
+    monkeypatch.setattr(
+        pairs, "_shifted", lambda model, labels, *_: model.prepare_decoder_input_ids_from_labels(labels)
+    )
     red("packed_row", "lengths", "every_layout", "nothing_crosses")
 
 

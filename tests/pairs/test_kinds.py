@@ -10,7 +10,7 @@ from compat_matrix import tiny_models
 from compat_matrix.check.cell import Cell
 from compat_matrix.check.points.pairs import POINTS
 from compat_matrix.tiny_pairs import pairs
-from fa2patch.errors import BadBatch, UnsupportedModel
+from fa2patch.errors import BadBatch, LayerNotPatchable, UnsupportedModel
 
 
 def present(family):
@@ -35,7 +35,10 @@ def present(family):
     ],
 )
 def test_packed_as_alone(family, point):
-    POINTS[point](Cell(present(family), "eager"))
+    try:
+        POINTS[point](Cell(present(family), "eager"))
+    except LayerNotPatchable as error:  # up to 4.57 nothing says that Pix2Struct's decoder is one
+        assert family == "pix2struct:pairs" and "may hide later tokens" in error.message  # noqa: PT017
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from compat_matrix import tiny_models
 from compat_matrix.check.cell import Cell
 from compat_matrix.check.points.pairs import POINTS
 from compat_matrix.tiny_pairs import pairs
+from fa2patch import evidence
 from fa2patch.errors import BadBatch, LayerNotPatchable, UnsupportedModel
 
 
@@ -67,6 +68,14 @@ def test_a_model_that_does_not_say_where_its_stacks_are(monkeypatch):
                 monkeypatch.delattr(base, "get_encoder")
     with pytest.raises(UnsupportedModel, match="has no get_encoder"):
         fa2patch.apply(model)
+
+
+def test_an_encoder_and_a_decoder_of_any_kind_are_proven(monkeypatch):
+    # The matrix's evidence is of one encoder and one decoder.
+    monkeypatch.setattr(evidence, "isolates", lambda *_: True)
+    for family, must in (("encoder-decoder:pairs", True), ("bart:pairs", False)):
+        with fa2patch.apply(tiny_models.build(family)) as patch:
+            assert patch.examination.must is must
 
 
 @pytest.mark.parametrize("family", ["whisper:pairs", "canary:pairs"])

@@ -277,20 +277,22 @@ def checkpointing(cell: Cell) -> None:
     expected = gradients(reference)
     for reentrant in (True, False):
         model = cell.model()
-        checkpoint(model, reentrant)
-        if not batch.of_tokens:  # encoders of sound may norm over the batch in training, and some are not checkpointed
-            expected = _gradients_of_padded(cell, batch, reentrant)
+        try:
+            checkpoint(model, reentrant)
+        except NotImplementedError as error:
+            raise NotApplicable("this version of the architecture does not say its input embeddings") from error
         with fa2patch.apply(model, prove=False):
             model(**batch.packed()).loss.backward()
-        assert_same_gradients(gradients(model), expected, GRADIENT_TOLERANCE, 0.01)
-
-
-def _gradients_of_padded(cell: Cell, batch: Pairs, reentrant: bool) -> dict[str, torch.Tensor]:
-    model = cell.model()
-    checkpoint(model, reentrant)
-    with alone_computes(" in training"):
-        model(**batch.padded(0)).loss.backward()
-    return gradients(model)
+        found = gradients(model)
+        try:
+            assert_same_gradients(found, expected, GRADIENT_TOLERANCE, 0.01)
+        except AssertionError:
+            # encoders of sound may norm over a batch in training, and UMT5 up to 4.48 loses gradients, also unpatched
+            unpatched = cell.model()
+            checkpoint(unpatched, reentrant)
+            with alone_computes(" in training"):
+                unpatched(**batch.padded(0)).loss.backward()
+            assert_same_gradients(found, gradients(unpatched), GRADIENT_TOLERANCE, 0.01)
 
 
 @point

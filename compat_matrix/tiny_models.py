@@ -296,7 +296,10 @@ def build(architecture: str, implementation: str = "eager", dtype: torch.dtype =
             _made_before.clear()
         model = unfilled(architecture, implementation, **changes)
         scale_up(model)
-        _made_before[wanted] = tiny_copies.of(model)
+        try:
+            _made_before[wanted] = tiny_copies.of(model)
+        except RuntimeError:  # torch's older weight norm (MusicGen up to 4.48) can be neither pickled nor copied
+            return model if dtype == torch.float32 else model.to(dtype)
     model = _made_before[wanted]()
     model = model if dtype == torch.float32 else model.to(dtype)
     if dtype == torch.float64 and getattr(model, "_can_set_experts_implementation", bool)():

@@ -159,16 +159,18 @@ class Pairs:
 
     def packed(self) -> dict[str, torch.Tensor]:
         # a row of sources and a row of targets; sounds and pictures stay a batch, one for each target
-        names = self.sources[0]
-        batch = {name: torch.cat([source[name] for source in self.sources], int(self.of_tokens)) for name in names}
+        batch = self._end_to_end(1 if self.of_tokens else 0)
         if self.of_tokens:
             batch["position_ids"] = counted([source["input_ids"] for source in self.sources])
         return {**batch, "labels": torch.cat(self.targets, 1), "decoder_position_ids": counted(self.targets)}
 
+    def _end_to_end(self, along: int) -> dict[str, torch.Tensor]:
+        return {name: torch.cat([source[name] for source in self.sources], along) for name in self.sources[0]}
+
     def padded(self, padding: int) -> dict[str, torch.Tensor]:
         labels = _right_padded(self.targets, -100)
         if not self.of_tokens:
-            return {**{name: torch.cat([each[name] for each in self.sources]) for name in self.sources[0]}, "labels": labels}
+            return {**self._end_to_end(0), "labels": labels}
         rows = [source["input_ids"] for source in self.sources]
         mask = _right_padded([torch.ones_like(row) for row in rows], 0)
         return {"input_ids": _right_padded(rows, padding), "attention_mask": mask, "labels": labels}

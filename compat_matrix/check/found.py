@@ -206,11 +206,11 @@ def _results(cell: Any, points: list[str], skipped: dict[str, str]) -> dict[str,
     run = side.POINTS if side else POINTS
     counts: dict[str, Any] = {"ok": 0, "n/a": {}, "fail": {}}
     for name in points:
-        if name in skipped:
-            counts["n/a"][name] = skipped[name]
-            continue
         if name not in run:
             counts["n/a"][name] = ON_TEXT
+            continue
+        if name in skipped:
+            counts["n/a"][name] = skipped[name]
             continue
         try:
             rounding = held(run[name], cell)

@@ -77,16 +77,16 @@ def _with_media(cell: Cell) -> dict[str, str]:
 def _of_pairs(cell: Cell) -> dict[str, str]:
     # Rows of pairs, as fa2patch takes them. What a model computes for pairs alone may need more than the tiny pairs
     # have, where fa2patch refuses it.
-    pairs = tiny_pairs.pairs(cell.family, LENGTHS, LENGTHS[::-1])
-    row = pairs.packed()
-    ones = {f"{prefix}attention_mask": torch.ones_like(row[f"{prefix}position_ids"]) for prefix in ("", "decoder_")
-            if f"{prefix}position_ids" in row}  # fmt: skip
-    rows = {"one row": {"use_cache": False}, "mask of ones": {"use_cache": False, **ones}, "default cache": {}}
-    model = cell.model()
+    names = ("one row", "mask of ones", "default cache")
     try:
-        expected = torch.cat([model(**pairs.alone(at)).logits[0] for at in range(len(LENGTHS))])
+        pairs = tiny_pairs.pairs(cell.family, LENGTHS, LENGTHS[::-1])
+        expected = torch.cat([cell.model()(**pairs.alone(at)).logits[0] for at in range(len(LENGTHS))])
     except Exception:
-        return dict.fromkeys(rows, "unknown")
+        return dict.fromkeys(names, "unknown")
+    model, row = cell.model(), pairs.packed()
+    said = [prefix for prefix in ("", "decoder_") if f"{prefix}position_ids" in row]
+    ones = {f"{prefix}attention_mask": torch.ones_like(row[f"{prefix}position_ids"]) for prefix in said}
+    rows = dict(zip(names, ({"use_cache": False}, {"use_cache": False, **ones}, {})))
 
     def outcome(more: dict[str, Any]) -> str:
         try:

@@ -19,7 +19,7 @@ import torch
 from .._types import Model
 from ..upstream import forward, hooks, inspecting
 from ..upstream.find_layers import ModelLayers
-from ..upstream.find_models import named_modules
+from ..upstream.find_models import named_modules, stacks_of
 from ..upstream.other_code import below_ours, is_known, where_defined
 from ..upstream.step import MARK, PADDING, ROLE
 from .looking import EVERYWHERE, HOOKS, WatchedHook, has_only_looked
@@ -76,6 +76,9 @@ def _unknown(model: ModelLayers) -> Iterator[str]:
     from .. import evidence  # programs that patch nothing read none of it
 
     model_type, version = getattr(model.model.config, "model_type", ""), sys.modules["transformers"].__version__
+    stacks = stacks_of(model.model)
+    if stacks is not None and type(stacks[1]).__module__ != type(model.model).__module__:
+        yield f"{type(model.model).__name__}, whose decoder may be of any kind"  # evidence is of one
     if not evidence.isolates(model_type, version):
         yield f"the architecture {model_type!r}, of which there is no evidence in Transformers {version}"
 

@@ -53,11 +53,20 @@ def _alibi(config: Config) -> str | None:
     )
 
 
-def _counts_sources(config: Config) -> str | None:
-    return (
-        "its decoder adds positions to what the encoder made of a sound, counted over all of it, and sounds that are "
-        "laid end to end would count on. Train padded"
-    )
+# What encoder-decoders do that no code of fa2patch follows yet, by model type
+_PADDED_ONLY = {
+    "moonshine_streaming": "its decoder adds positions to what the encoder made of a sound, counted over all of it, "
+    "and sounds that are laid end to end would count on",
+    "nllb-moe": "its routers read the padding in the attention mask, in whose place a packed batch has another object",
+}
+
+
+@dataclass(frozen=True)
+class _Refusal:
+    reason: str
+
+    def __call__(self, config: Config) -> str:
+        return f"{self.reason}. Train padded"
 
 
 def _streams(config: Config) -> str:
@@ -131,7 +140,7 @@ _rows = {
         *map(Architecture, _NOTHING_SPECIAL),
         Architecture("falcon", refuse=_alibi),
         Architecture("gpt_neo", adjust=_gpt_neo_window),
-        Architecture("moonshine_streaming", refuse=_counts_sources),
+        *(Architecture(model_type, refuse=_Refusal(why)) for model_type, why in _PADDED_ONLY.items()),
         Architecture("llama4_text", queries=_llama4_temperature),
         Architecture("ministral3", queries=_ministral3_temperature),
         Architecture("prophetnet", refuse=_streams),

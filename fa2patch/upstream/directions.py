@@ -23,6 +23,7 @@ from .transformers_names import ENCODED, MASKING, imported
 
 _MAKES = re.compile(r"create_\w*mask\w*")
 _LATER = re.compile(r"causal|tril|triu|future|decoder_attention_mask|_prepare_attn_mask")
+_EXTENDS = "get_extended_attention_mask"  # hides later tokens in a decoder
 _DIGIT = re.compile(r"(^|\.)\d")  # a member of a list of blocks
 # the argument of functions that make masks (4.53 on) for a function that lets more tokens be seen
 ADDED = "or_mask_function"
@@ -105,6 +106,8 @@ def _require_said(model: ModelLayers) -> None:
     names = [] if silent is None else list(_names_in(model.decoder))
     decoder, layer = type(model.decoder).__name__, type(silent).__name__
     alibi, later = next((name for name in names if "alibi" in name), ""), next(filter(_LATER.search, names), "")
+    if getattr(model.decoder.config, "is_decoder", False) and _EXTENDS in names:  # Pix2Struct up to 4.45
+        later = later or _EXTENDS
     if alibi:  # BLOOM, MPT
         what = f"adds alibi ({alibi}) to its attention scores, a bias for the distance of two tokens, and"
         unsaid = f"{what} {layer} hands it to no kernel"

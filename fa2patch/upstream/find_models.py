@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from .._types import Model
-from ..errors import NotAModel
+from ..errors import NotAModel, UnsupportedModel
 from . import inspecting
 from .transformers_names import MODELING, PRETRAINED, loaded
 
@@ -156,7 +156,12 @@ def stacks_of(model: Any) -> tuple[Any, Any] | None:
     if not inspecting.takes(inspecting.forward_of(type(model)), "decoder_input_ids"):
         return None
     # up to 4.57 heads of BART's kin say nothing of them, and the model inside does
-    says = next(one for one in named_modules(model).values() if hasattr(one, "get_encoder"))
+    says = next((one for one in named_modules(model).values() if hasattr(one, "get_encoder")), None)
+    if says is None:  # Blip for questions, up to 4.57
+        raise UnsupportedModel(
+            f"{type(model).__name__} takes decoder_input_ids, and has no get_encoder() that says where its stacks are. "
+            "Nothing was patched. Train this model padded."
+        )
     encoder, decoder = says.get_encoder(), says.get_decoder()
     if encoder in named_modules(decoder).values():  # BLIP-2's decoder is an encoder-decoder itself
         return stacks_of(decoder)

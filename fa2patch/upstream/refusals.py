@@ -47,8 +47,8 @@ def stacks(model: ModelLayers, facts: Facts) -> None:
     for stack in (encoder, decoder):
         if not is_transformers_model(stack):
             raise UnsupportedModel(
-                f"{model} holds {type(stack).__name__}, which is no Transformers model by itself: nothing could "
-                "hand it boundaries. Nothing was patched. Train this model padded."
+                f"{model} holds {type(stack).__name__}, which is no Transformers model by itself: nothing could hand "
+                "it boundaries. Nothing was patched. Train this model padded."
             )
     if not isinstance(getattr(embedding_of(decoder), "weight", None), torch.Tensor):
         raise UnsupportedModel(

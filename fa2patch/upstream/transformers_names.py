@@ -38,7 +38,7 @@ CALLS_FLASH = "_flash_attention_forward"
 # ModernBERT's method (4.48 to 5.0), which returns a mask for global and one for local layers
 TWO_MASKS = "_update_attention_mask"
 
-# What makes a decoder's inputs of labels: functions of a modeling module, and a model's methods (the second: Pix2Struct)
+# What makes a decoder's inputs of labels: functions of a modeling module, and a model's methods (Pix2Struct's second)
 SHIFTS = ("shift_tokens_right",)
 SHIFTS_ITSELF = ("prepare_decoder_input_ids_from_labels", "_shift_right")
 

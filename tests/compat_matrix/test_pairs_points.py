@@ -65,7 +65,7 @@ def test_every_encoder_decoder_has_a_cell_or_a_reason():
     said = {kind for kind in kinds if tiny_models.is_of_two_stacks(transformers.CONFIG_MAPPING[kind])}
     named = {name.partition(":")[0] for name in filter(tiny_models.is_present, tiny_pairs.names())}
     assert said - named == {*tiny_pairs.WITHOUT_TARGETS} & {*kinds}
-    assert len(said) == 70 or transformers.__version__ != "5.24.0"
+    assert len(said) > 60
     assert {f"{name}:pairs" for name in named} <= {*tiny_models.architectures()}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from pairs import built
 from trained_pairs import STEPS, losses, padded
 

@@ -18,8 +18,8 @@ from fa2patch.documents.names import OF_TARGETS
 from ... import tiny_pairs
 from ...tiny_pairs import Pairs, pairs
 from ..cell import Cell, NotApplicable, assert_unmoved
-from ..found import ON_TEXT
 from ..compare import GRADIENT_TOLERANCE, assert_close, assert_same_gradients
+from ..found import ON_TEXT
 from ..rows import gradients, output_or_error
 from ..upstream import alone_computes
 from .training import as_near_as_alone, checkpoint
@@ -47,7 +47,7 @@ def logits_of(outputs: list[Any]) -> torch.Tensor:
 
 
 def mean_loss(outputs: list[Any], batch: Pairs) -> torch.Tensor:
-    """The mean loss over all labels that count. VisionEncoderDecoder of 4.57 takes its labels for those of a causal LM."""
+    """The mean loss over all labels that count: VisionEncoderDecoder of 4.57 shifts its labels once more."""
     counts = [target.shape[1] for target in batch.targets]
     plain = torch.nn.functional.cross_entropy(outputs[0].logits[0].float(), batch.targets[0][0])
     if not torch.allclose(plain, outputs[0].loss.float(), rtol=1e-3):
@@ -66,7 +66,7 @@ def failure_alone(cell: Cell) -> str:
 
 @point
 def packed_row(cell: Cell) -> None:
-    """Logits, loss and the gradients of all weights equal those of pairs alone."""
+    """Logits, loss and the gradients of all weights equal those of pairs alone, also if the first batch is proven."""
     batch, reference, model = drawn(cell), cell.reference(), cell.model()
     expected = alone(reference, batch)
     total = mean_loss(expected, batch)
@@ -84,7 +84,7 @@ def every_layout(cell: Cell) -> None:
     """Sources and targets of one token anywhere, one pair, and decoder inputs that are given."""
     reference, model = cell.reference(), cell.model()
     shift = getattr(model, "prepare_decoder_input_ids_from_labels", None)
-    with fa2patch.apply(model):
+    with fa2patch.apply(model, prove=False):
         for lengths in (((1, 5), (4, 1)), ((5, 1, 1), (1, 1, 6)), ((1, 1), (1, 1)), ((3, 3), (3, 3))):
             batch = drawn(cell, *lengths)
             expected = logits_of(alone(reference, batch))
@@ -113,7 +113,7 @@ def lengths(cell: Cell) -> None:
         by_length |= {f"{prefix}max_length_{side}": max(sizes) for side in "qk"}
         numbers = torch.arange(1, len(sizes) + 1).repeat_interleave(torch.tensor(sizes))
         by_number[f"{prefix}attention_mask"] = numbers[None]
-    with fa2patch.apply(model):
+    with fa2patch.apply(model, prove=False):
         assert_close(model(**call, **by_length).logits[0], expected, "lengths")
         assert_close(model(**call, **by_number).logits[0], expected, "numbers of documents")
 
@@ -128,7 +128,7 @@ def packed_rows(cell: Cell) -> None:
     rows = first.packed(), second.packed()
     batch = {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
     expected = torch.stack([logits_of(alone(reference, each)) for each in (first, second)])
-    with fa2patch.apply(model):
+    with fa2patch.apply(model, prove=False):
         assert_close(model(**batch).logits, expected, "logits of two rows")
 
 
@@ -147,7 +147,7 @@ def padding(cell: Cell) -> None:
         row = fa2patch.DataCollatorForSeq2Seq()(examples)
     else:
         row = fa2patch.DataCollatorForSeq2Seq(pad_to_multiple_of=32, pad_token_id=7)(examples)
-    with fa2patch.apply(model):
+    with fa2patch.apply(model, prove=False):
         found = model(**row)
         assert_close(found.logits[0, : len(expected)], expected, "logits before the padding")
         assert_close(found.loss.detach(), mean_loss(alone(reference, batch), batch).detach(), "loss")
@@ -158,7 +158,7 @@ def nothing_crosses(cell: Cell) -> None:
     """``verify`` passes. Another source, or another target, moves its own pair, and no other; gradients neither."""
     batch, model = drawn(cell), cell.model()
     at, sizes = 2, [target.shape[1] for target in batch.targets]
-    with fa2patch.apply(model):
+    with fa2patch.apply(model, prove=False):
         fa2patch.verify(model, batch=batch.packed())
         before = model(**batch.packed()).logits[0].detach()
         own = slice(sum(sizes[:at]), sum(sizes[: at + 1]))
@@ -218,7 +218,7 @@ def inertness(cell: Cell) -> None:
     before = computed()
     if isinstance(before, str):
         raise NotApplicable(f"the unpatched model fails on a padded batch: {before}"[:200])
-    with fa2patch.apply(model):
+    with fa2patch.apply(model, prove=False):
         _require_same(computed(), before, "under the patch")
         model(**batch.packed())
         _require_same(computed(), before, "after a packed batch")
@@ -261,7 +261,7 @@ def generation(cell: Cell) -> None:
         before = generated()
     except Exception as error:
         raise NotApplicable(f"the unpatched model generates nothing: {type(error).__name__}: {error}"[:200]) from error
-    with fa2patch.apply(model):
+    with fa2patch.apply(model, prove=False):
         for found, expected in zip(generated(), before):
             if not torch.equal(found, expected):
                 raise AssertionError(f"generated {found.tolist()}, before {expected.tolist()}")
@@ -277,20 +277,22 @@ def checkpointing(cell: Cell) -> None:
     expected = gradients(reference)
     for reentrant in (True, False):
         model = cell.model()
-        checkpoint(model, reentrant)
-        if not batch.of_tokens:  # encoders of sound may norm over the batch in training, and some are not checkpointed
-            expected = _gradients_of_padded(cell, batch, reentrant)
-        with fa2patch.apply(model):
+        try:
+            checkpoint(model, reentrant)
+        except NotImplementedError as error:
+            raise NotApplicable("this version of the architecture does not say its input embeddings") from error
+        with fa2patch.apply(model, prove=False):
             model(**batch.packed()).loss.backward()
-        assert_same_gradients(gradients(model), expected, GRADIENT_TOLERANCE, 0.01)
-
-
-def _gradients_of_padded(cell: Cell, batch: Pairs, reentrant: bool) -> dict[str, torch.Tensor]:
-    model = cell.model()
-    checkpoint(model, reentrant)
-    with alone_computes(" in training"):
-        model(**batch.padded(0)).loss.backward()
-    return gradients(model)
+        found = gradients(model)
+        try:
+            assert_same_gradients(found, expected, GRADIENT_TOLERANCE, 0.01)
+        except AssertionError:
+            # encoders of sound may norm over a batch in training, and UMT5 up to 4.48 loses gradients, also unpatched
+            unpatched = cell.model()
+            checkpoint(unpatched, reentrant)
+            with alone_computes(" in training"):
+                unpatched(**batch.padded(0)).loss.backward()
+            assert_same_gradients(found, gradients(unpatched), GRADIENT_TOLERANCE, 0.01)
 
 
 @point
@@ -322,7 +324,7 @@ def _as_near_as_alone(cell: Cell, model: Any, reference: Any) -> None:
     labels = torch.cat(batch.targets, 1)[0]
     as_near_as_alone(
         cell, model, reference, *rows, batch.targets[0].shape[1], computed_alone,
-        lambda logits: torch.nn.functional.cross_entropy(logits.float(), labels),
+        lambda logits: torch.nn.functional.cross_entropy(logits.float(), labels), prove=False,
     )  # fmt: skip
 
 
@@ -339,7 +341,7 @@ def refusals(cell: Cell) -> None:
             "targets that are not packed": {**packed, "decoder_position_ids": None},
             "ids that are no integers": {**packed, "position_ids": packed["position_ids"].float()},
         }
-    with fa2patch.apply(model):
+    with fa2patch.apply(model, prove=False):
         expected = model(**packed).logits
         for what, given in wrong.items():
             try:
@@ -360,7 +362,7 @@ def padded_batches(cell: Cell) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", errors.StaysPadded)
         try:
-            with fa2patch.apply(model, padded_batches=True):
+            with fa2patch.apply(model, prove=False, padded_batches=True):
                 found = model(**padded)
         except (errors.UnsupportedModel, errors.StaysPadded) as why:
             raise NotApplicable(str(why)) from None

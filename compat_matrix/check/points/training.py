@@ -147,6 +147,7 @@ def as_near_as_alone(
     # a model's logits of the documents alone
     computed_alone: Callable[[Any], torch.Tensor],
     loss: Callable[[torch.Tensor], torch.Tensor],  # of the row's logits
+    prove: bool | None = None,
 ) -> None:
     """Raise unless a packed row is about as close to float32 as documents alone, isolated, and fit to learn from."""
     # copied before use, as RecurrentGemma keeps its last states
@@ -155,7 +156,7 @@ def as_near_as_alone(
         expected = computed_alone(reference)
     with torch.autocast("cpu", enabled=False):
         exact = computed_alone(exact_model)
-    with fa2patch.apply(model):
+    with fa2patch.apply(model, prove=prove):
         found = model(**row).logits[0]
         assert_unmoved(cell, model(**changed).logits[0, first:], found[first:])
         assert_as_near(found, exact, expected, lambda: computed_alone(unpatched))

@@ -166,7 +166,11 @@ def test_a_decoder_of_no_direction_sees_no_later_tokens_alone_either():
     "name, sizes, reason",
     [
         ("ProphetNet", {"num_encoder_layers": 1, "num_decoder_layers": 1}, "computes 2 streams of states"),
-        ("FSMT", {"encoder_layers": 1, "decoder_layers": 1}, "FSMTEncoder of FSMTForConditionalGeneration is no model"),
+        (
+            "FSMT",
+            {"encoder_layers": 1, "decoder_layers": 1},
+            "FSMTForConditionalGeneration holds FSMTEncoder, which is no Transformers model",
+        ),
     ],
 )
 def test_what_cannot_be_computed_by_document_is_refused_by_name(name, sizes, reason):
@@ -176,3 +180,23 @@ def test_what_cannot_be_computed_by_document_is_refused_by_name(name, sizes, rea
         )
     with pytest.raises(UnsupportedModel, match=reason):
         fa2patch.apply(model)
+
+
+@pytest.fixture
+def one_rank():
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), world_size=1, rank=0)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_no_rank_of_a_sharded_model_waits_for_documents_of_others(one_rank):
+    fsdp = pytest.importorskip("torch.distributed.fsdp")
+    if not hasattr(fsdp, "fully_shard"):
+        pytest.skip("this torch has no FSDP2")
+    model = built("local LongT5")
+    fa2patch.apply(model, prove=False)
+    mesh = torch.distributed.init_device_mesh("cpu", (1,))
+    for block in model.encoder.block:
+        fsdp.fully_shard(block, mesh=mesh)
+    with pytest.raises(PackingNotIsolated, match="computes each document by itself, and its parameters are sharded"):
+        model(**batch_of().packed())

@@ -13,6 +13,7 @@ import torch
 
 from ...errors import PackingNotIsolated
 from ...kernels.grouping import A_CALL, batches
+from ..find_models import is_sharded
 from ..packed_mask import PackedMask
 from ..splitting import Documents
 
@@ -55,7 +56,10 @@ class _OfDocuments:
         # The backward of each call fills a gradient of the whole table, which takes as long as so many tokens.
         table = max((len(weight) for weight in self._module.parameters()), default=A_CALL)
         lengths = tuple(documents.lengths)
-        shared = batches(lengths, sum(lengths) + table, a_call=table)
+        if is_sharded(self._module):  # ranks gather its table in each call, and must make as many
+            shared = [[*range(len(lengths))]]
+        else:
+            shared = batches(lengths, sum(lengths) + table, a_call=table)
         documents = documents.in_batches(shared, self._mask.boundaries.cu_seqlens.device)
         calls = documents.calls.shapes
         pieces = documents.split(tokens) if isinstance(tokens, torch.Tensor) else [torch.Size(call) for call in calls]

@@ -16,7 +16,7 @@ from ..._torch import uncompiled
 from ...errors import PackingNotIsolated
 from ...kernels.picks import DOCUMENTS, Mixed
 from .. import inspecting
-from ..find_models import embedding_of
+from ..find_models import embedding_of, is_sharded
 from ..packed_mask import PackedMask
 from ..splitting import Documents
 from ..step import Step
@@ -25,6 +25,12 @@ from ..transformers_names import ENCODED, ENCODED_MASK
 
 def computed(step: Step, mask: PackedMask) -> Any:
     mask.require_whole_rows("layers that add more to attention scores than a mask")
+    if is_sharded(step.patch.model):
+        raise PackingNotIsolated(
+            f"{type(step.module).__name__} computes each document by itself, and its parameters are sharded: ranks "
+            "compute each call together, and those with fewer documents would let the others wait forever. Train this "
+            "model padded, or replicated (DDP)."
+        )
     for layer in step.patch.attention:
         mask.given(step.module.get_submodule(layer.name))
     if step.call.get("inputs_embeds") is None and "inputs_embeds" in step.calls.names:

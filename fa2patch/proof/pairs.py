@@ -11,6 +11,7 @@ import torch
 
 from .._types import Args, Call, Model
 from ..comparison import distance, tensors
+from ..documents.boundaries import Boundaries
 from ..documents.names import LABELS, OF_TARGETS, TOKENS
 from ..errors import BadBatch
 from ..upstream.find_models import embedding_in_use, models, stacks_of
@@ -39,28 +40,27 @@ class PairProof(BatchProof):
         self.state.put_back()
         self.leaves = []
         chosen = None if exchanged is None else self._pairs(exchanged)
-        of_sources, waiting = None, [(embedding_in_use(self.inner), self.shape, exchanged)]
+        of_sources, waiting = None, [_Awaited(self.inner, self.shape, self.targets, exchanged)]
         if self.sources is not None:
+            found = self.sources.boundaries
             if chosen is not None:
-                lengths = torch.tensor(self.sources.boundaries.lengths)
-                of_sources = chosen.repeat_interleave(lengths).view(self.sources.shape).to(self.device)
-            waiting.insert(0, (embedding_in_use(self.encoder), self.sources.shape, of_sources))
+                of_sources = chosen.repeat_interleave(torch.tensor(found.lengths)).view(self.sources.shape)
+                of_sources = of_sources.to(self.device)
+            waiting.insert(0, _Awaited(self.encoder, self.sources.shape, found, of_sources))
         if call.get("encoder_outputs") is not None:  # sources that were encoded before
             call = {**call, "encoder_outputs": self._encoded(call["encoder_outputs"], of_sources)}
             del waiting[:-1]
 
         def hook(module: torch.nn.Module, args: Args, output: torch.Tensor) -> torch.Tensor:
-            # in some releases both stacks have one table, of which the encoder's call comes first
-            found = [
-                at for at, (table, shape, _) in enumerate(waiting) if table is module and shape == output.shape[:2]
-            ]
-            return self._leaf(output, waiting.pop(found[0])[2]) if found else output
+            # in some releases both stacks have one table, of which the encoder's calls come first
+            each = next((each for each in waiting if each.takes(module, output.shape)), None)
+            return output if each is None else self._leaf(output, each.exchanged_of(output.shape[1]))
 
         def of_encoder(module: torch.nn.Module, args: Args, output: Any) -> Any:
             rows = None if chosen is None else chosen[:, None].expand(output[0].shape[:2])
             return self._encoded(output, rows)
 
-        handles = [table.register_forward_hook(hook, prepend=True) for table in {table for table, _, _ in waiting}]
+        handles = [table.register_forward_hook(hook, prepend=True) for table in {each.table for each in waiting}]
         if self.sources is None:
             handles.append(self.encoder.register_forward_hook(of_encoder))
         try:
@@ -145,6 +145,26 @@ class PairProof(BatchProof):
             f"pairs {how}. Nothing was computed. Take that code out, let it look at one token at a time, or train this "
             "model padded."
         )
+
+
+class _Awaited:
+    """The embeddings of a row, which a stack makes at once, or of one document after another (Pegasus X up to 4.4x)."""
+
+    def __init__(
+        self, stack: Any, shape: tuple[int, ...], documents: Boundaries, exchanged: torch.Tensor | None
+    ) -> None:
+        self.table, self.shape, self._exchanged, self._at = embedding_in_use(stack), shape, exchanged, 0
+        self._pieces = [*filter(None, documents.lengths)] if vars(stack)[MARK].facts.by_document else []
+
+    def takes(self, table: torch.nn.Module, shape: torch.Size) -> bool:
+        if table is not self.table or self._at == self.shape[1]:
+            return False
+        whole = not self._at and shape[:2] == self.shape
+        return whole or (shape[0] == self.shape[0] == 1 and self._pieces[:1] == [shape[1]])
+
+    def exchanged_of(self, length: int) -> torch.Tensor | None:
+        self._pieces, self._at = self._pieces[1:], self._at + length
+        return None if self._exchanged is None else self._exchanged[:, self._at - length : self._at]
 
 
 # The lengths of the pairs that are verified without a batch

@@ -111,7 +111,8 @@ def _in_order(found, leaves, lengths):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_first_batch_is_proven(family):
-    model, batch = built(family), batch_of()
+    # also where a source that is embedded by itself is as long as all targets
+    model, batch = built(family), pairs("t5", SOURCES, (5, 1, 7, 4))
     expected = alone(model, batch)
     fa2patch.apply(model, prove=True)
     torch.testing.assert_close(model(**batch.packed()).logits[0], expected[1], rtol=1e-4, atol=1e-4)

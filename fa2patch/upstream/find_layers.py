@@ -73,7 +73,7 @@ class ModelLayers:
     @cached_property
     def attention(self) -> tuple[Layer, ...]:
         """The attention layers that offer a seam, and those whose base model computes each document by itself."""
-        layers, decoder = self._seams or self._blocks_apart, self.decoder
+        layers, decoder = self._seams or (self._blocks_apart if self.unknown else []), self.decoder
         users = self._seams and mask_makers.of_the_user(decoder, self.mask_makers[type(decoder)])
         if users or self.unknown or any(_only_by_document(layer, decoder) for layer in layers):
             site = of_forward(decoder, _as_it_is)

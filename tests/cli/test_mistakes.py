@@ -216,7 +216,7 @@ def test_weights_that_do_not_load(tmp_path):
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("longt5", "looked in every layer for attention with a seam"),
+        ("fnet", "looked in every layer for attention with a seam"),
         ("vit", "embeds token ids; found ViTModel"),
     ],
 )

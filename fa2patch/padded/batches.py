@@ -157,7 +157,8 @@ def _as_one_row(base: Any, call: Call, share: bool, head: head_calls.HeadCall | 
     patch: Patched | None = base.__dict__.get(MARK)
     if patch is None:
         raise _AsItCame
-    encoded = {name: call.pop(name) for name in (ENCODED, ENCODED_MASK) if name in call}  # of the sources' rows
+    encoded = passed(call, (ENCODED, ENCODED_MASK))  # of the sources' rows
+    call = {name: value for name, value in call.items() if name not in encoded}
     asked = call
     if head is not None and head.pairs:  # a decoder is told of a cache that its config asks for
         call, asked = _with_labels(call, head, bool(encoded)), head.call

@@ -159,12 +159,12 @@ def _as_one_row(base: Any, call: Call, share: bool, head: head_calls.HeadCall | 
         raise _AsItCame
     encoded = passed(call, (ENCODED, ENCODED_MASK))  # of the sources' rows
     call = {name: value for name, value in call.items() if name not in encoded}
-    asked = call
+    by_the_user = call
     if head is not None and head.pairs:  # a decoder is told of a cache that its config asks for
-        call, asked = _with_labels(call, head, bool(encoded)), head.call
+        call, by_the_user = _with_labels(call, head, bool(encoded)), head.call
     if patch.budget is not None:
         call = _with_mask(call)
-    if not _may_be_padded(call, asked.get("use_cache")):
+    if not _may_be_padded(call, by_the_user.get("use_cache")):
         raise _AsItCame
     _require_readable(call)
     if row_part(base, call) is not None:
@@ -176,8 +176,8 @@ def _as_one_row(base: Any, call: Call, share: bool, head: head_calls.HeadCall | 
     predicts = no if head is None or (head.pairs and not encoded) else head_calls.padding_predicts(head, real)
     otherwise = _counted_otherwise(call, real, first) if given is None and first else no
     compared = _to_compare(call, mask.shape) if share and may_share(patch.facts) and not encoded else []
-    without = _without_source(encoded.get(ENCODED), encoded.get(ENCODED_MASK), no)
-    rows = read_rows(mask, given, compared, [predicts, otherwise, without])  # the only read from the device
+    asked = [predicts, otherwise, *_without_source(encoded.get(ENCODED), encoded.get(ENCODED_MASK))]
+    rows = read_rows(mask, given, compared, asked)  # the only read from the device
     if rows is None:
         raise _AsItCame("each row of its mask must be zeros around one run of ones, on which its position ids count up")
     if rows.lengths.max() == 1:  # then outputs with one entry per row look like those per token
@@ -190,7 +190,7 @@ def _as_one_row(base: Any, call: Call, share: bool, head: head_calls.HeadCall | 
         raise _AsItCame(
             f"its model counts as positions the ids that are not {first - 1}, and its mask shows other tokens"
         )
-    if rows.answers[2]:
+    if any(rows.answers[2:]):
         raise _AsItCame("a source has no token that its encoder_attention_mask shows")
     if rows.common is not None and may_share(patch.facts, rows.lengths):
         prefixes = shared_prefixes(rows.common, rows.lengths)
@@ -226,13 +226,13 @@ def up_to_the_last_label(labels: torch.Tensor) -> torch.Tensor:
     return learned.long()
 
 
-def _without_source(states: Any, mask: Any, no: torch.Tensor) -> torch.Tensor:
-    # Whether a row's cross attention would see nothing: a bool tensor without dimensions.
+def _without_source(states: Any, mask: Any) -> list[torch.Tensor]:
+    # Whether a row's cross attention would see nothing: a bool tensor without dimensions, or nothing to ask.
     if not isinstance(states, torch.Tensor) or mask is None:
-        return no
+        return []
     if not isinstance(mask, torch.Tensor) or mask.shape != states.shape[:2]:
         raise _AsItCame(f"its encoder_attention_mask has another shape than {list(states.shape[:2])}, [batch, length]")
-    return (mask == 0).all(1).any()
+    return [(mask == 0).all(1).any()]
 
 
 def _exceeds(base: Any, call: Call) -> bool:

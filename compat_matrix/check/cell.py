@@ -22,7 +22,10 @@ def point(function: Callable[[Cell], None]) -> Callable[[Cell], None]:
 
 
 class NotApplicable(Exception):
-    """The family has no such feature in this version. The reason goes into the evidence."""
+    """The family has no such feature in this version. The reason goes into the evidence.
+
+    Without a reason, the point is one of rows of text.
+    """
 
 
 class AloneFails(Exception):

@@ -31,7 +31,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--environments", type=Path, default=environments.HERE.parent / ".compat")
     parser.add_argument("-k", default="", metavar="EXPRESSION", help="only the tests that it matches, as for pytest")
     given = parser.parse_args(arguments)
-    wanted = environments.version(given.release).changed((*PINS, "parameterized"))
+    wanted = environments.version(given.release).changed((*PINS, "parameterized", "rich"))
     python = environments.make(wanted, given.environments.resolve())
     out = Console(soft_wrap=True, highlight=False, markup=False)
     with environments.only_our_packages() as packages, tempfile.TemporaryDirectory() as folder, bars() as progress:

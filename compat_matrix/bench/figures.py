@@ -29,7 +29,7 @@ GPU = "first_gpu"
 # What is measured on a CPU, in the order of BENCH.md. Each has a result file and a function bench_...
 PARTS = [
     "calls", "startup", "overhead", "growth", "syncs", "dry", "kernels", "steps", "memory", "training", "sharing",
-    "embeddings", "packing", "dealing", "budget", "streams",
+    "embeddings", "pairs", "pair_counts", "packing", "dealing", "budget", "streams",
 ]  # fmt: skip
 
 Result = dict[str, Any]

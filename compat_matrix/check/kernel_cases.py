@@ -83,6 +83,7 @@ def brute_force(
     key_head = torch.arange(heads, device=q.device) // (heads // k.shape[1])
     document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(q.device)
     token = torch.arange(tokens, device=q.device)
+    place = torch.cat([torch.arange(length) for length in lengths]).to(q.device)
     distance = token[:, None] - token[None, :]
     allowed = document[:, None] == document[None, :]
     if parents is not None:
@@ -96,6 +97,8 @@ def brute_force(
     scores = torch.einsum("ihd,jhd->hij", q, k[:, key_head]) * (dim**-0.5 if options.scale is None else options.scale)
     if options.softcap is not None:
         scores = options.softcap * torch.tanh(scores / options.softcap)
+    if options.bias is not None:
+        scores = scores + options.bias[:, place[:, None], place[None, :]].to(scores.dtype)
     if options.alibi_slopes is not None:
         scores = scores - (options.alibi_slopes[:, None, None] * distance.abs()).to(scores.dtype)
     scores = scores + torch.zeros(tokens, tokens, dtype=q.dtype, device=q.device).masked_fill(~allowed, float("-inf"))

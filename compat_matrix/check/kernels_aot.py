@@ -32,7 +32,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fa2patch.documents.boundaries import Boundaries
-from fa2patch.kernels import flex
+from fa2patch.kernels import Options, flex
 
 TOKENS, BLOCK = 4096, 128
 
@@ -45,6 +45,7 @@ class Family(NamedTuple):
     window: int | None = None
     softcap: float | None = None
     alibi: bool = False
+    bias: bool = False
 
 
 FAMILIES = {
@@ -58,6 +59,7 @@ FAMILIES = {
     "Phi-2": Family(32, 32, 80, 80),
     "Falcon 7B": Family(71, 1, 64, 64),
     "MPT 7B": Family(32, 32, 128, 128, alibi=True),
+    "T5 11B": Family(128, 128, 128, 128, bias=True),
 }
 
 
@@ -208,7 +210,9 @@ def _mask_of(family: Family, tokens: int) -> Callable[..., torch.Tensor]:
 def _score_of(family: Family, tokens: int) -> Callable[..., torch.Tensor]:
     with torch._subclasses.fake_tensor.unset_fake_temporarily():
         slopes = torch.ones(family.heads) if family.alibi else None
-        return flex._scored(family.softcap, slopes, _boundaries(tokens), tokens) or (lambda score, *_: score)
+        bias = torch.zeros(family.heads, tokens // 4, tokens // 4).requires_grad_() if family.bias else None
+        options = Options(softcap=family.softcap, alibi_slopes=slopes, bias=bias)
+        return flex._scored(options, _boundaries(tokens), tokens, tokens) or (lambda score, *_: score)
 
 
 def _lifted(function: Any) -> tuple[Callable[..., Any], list[torch.Tensor]]:

@@ -34,8 +34,9 @@ class DataCollatorForSeq2Seq:
         label_pad_token_id: Labels of this value at the end of an example's labels are padding and are left out.
         return_flash_attn_kwargs: Return the ends and the longest lengths of both rows, so that nothing is read from
             the device.
-        pad_to_multiple_of: Pad both rows, as :class:`fa2patch.DataCollatorWithFlattening` does; the padding of one row
-            belongs to that of the other. Needs ``return_flash_attn_kwargs``.
+        pad_to_multiple_of: Pad both rows, as :class:`fa2patch.DataCollatorWithFlattening` does, or each by its own of
+            two values, of the sources and of the targets; the padding of one row belongs to that of the other. Needs
+            ``return_flash_attn_kwargs``.
         pad_token_id: ``input_ids`` of the sources' padding.
         max_documents: The most examples of a batch; ``cu_seq_lens_*`` then have as many entries in every batch. Needs
             ``return_flash_attn_kwargs``.
@@ -49,7 +50,7 @@ class DataCollatorForSeq2Seq:
     model: Any = None
     label_pad_token_id: int = IGNORED_LABEL
     return_flash_attn_kwargs: bool = True
-    pad_to_multiple_of: int | str | None = None
+    pad_to_multiple_of: int | str | tuple[int | str, int | str] | None = None
     pad_token_id: int = 0
     max_documents: int | None = None
     longest_source: int | str | None = None
@@ -63,18 +64,24 @@ class DataCollatorForSeq2Seq:
                 "pad_to_multiple_of: the padding is known by lengths. Set return_flash_attn_kwargs=True."
             )
 
-        def of_row(longest: int | str | None, padding: int) -> DataCollatorWithFlattening:
+        both = self.pad_to_multiple_of
+        multiples = both if isinstance(both, (tuple, list)) and len(both) == 2 else (both, both)
+
+        def of_row(longest: int | str | None, padding: int, multiple: Any) -> DataCollatorWithFlattening:
             return DataCollatorWithFlattening(
                 return_tensors=self.return_tensors,
                 separator_id=None,
                 return_flash_attn_kwargs=self.return_flash_attn_kwargs,
-                pad_to_multiple_of=self.pad_to_multiple_of,
+                pad_to_multiple_of=multiple,
                 pad_token_id=padding,
                 max_documents=self.max_documents,
                 longest_document=longest,
             )
 
-        self._of = of_row(self.longest_source, self.pad_token_id), of_row(self.longest_target, self.label_pad_token_id)
+        self._of = (
+            of_row(self.longest_source, self.pad_token_id, multiples[0]),
+            of_row(self.longest_target, self.label_pad_token_id, multiples[1]),
+        )
 
     def __call__(self, features: Iterable[Mapping[str, Any]], return_tensors: str | None = None) -> dict[str, Any]:
         """Concatenate the examples.

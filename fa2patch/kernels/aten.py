@@ -81,7 +81,9 @@ _EVERYTHING, _CAUSAL, _CAUSAL_FROM_THE_END = 0, 1, 2
 
 class Efficient(Kernel):
     # It supports float32 and any head dimension, which the flash kernels do not. It has no windows, because its
-    # autograd ignores them: the derivative of ``_efficient_attention_forward`` does not pass them on.
+    # autograd ignores them: the derivative of ``_efficient_attention_forward`` does not pass them on. It has no bias,
+    # because its backward refuses one beside cu_seqlens ("CuSeqlen + bias not implemented yet", kernel_backward.h), and
+    # its shape would be that of the row squared.
 
     name = "efficient"
     what = "memory-efficient attention, torch's own"

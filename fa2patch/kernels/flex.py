@@ -1,7 +1,7 @@
 """FlexAttention (``torch.nn.attention.flex_attention``, from torch 2.5 on).
 
-It offers softcap and alibi if flash-attn is not installed. Triton compiles it at the first call, which takes seconds,
-so ``auto`` tries it after the other GPU kernels.
+It offers softcap and alibi if flash-attn is not installed, and T5's bias, which no other kernel of a GPU has. Triton
+compiles it at the first call, which takes seconds, so ``auto`` tries it after the other GPU kernels.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from .._torch import constant, uncompiled
 from ..documents.boundaries import Boundaries, document_of
 from .options import Options
-from .protocol import AMD, HALF, IN_32_BITS, INTEL, NVIDIA, OLDER_NVIDIA, Kernel
+from .protocol import AMD, HALF, IN_32_BITS, INTEL, NVIDIA, OLDER_NVIDIA, Asked, Kernel
 
 
 class Flex(Kernel):
@@ -25,17 +25,25 @@ class Flex(Kernel):
 
     name = "flex"
     what = "FlexAttention"
-    needs = "torch 2.5 and Triton (XPU: torch 2.9)"
+    needs = "torch 2.5 and Triton (XPU: torch 2.9; bias: torch 2.6)"
     DEVICES = ("cuda", "xpu")
     DTYPES = (*HALF, torch.float32)
     RUNS_ON = (NVIDIA, OLDER_NVIDIA, AMD, INTEL)
-    FEATURES = frozenset({"window", "softcap", "sinks", "alibi", "deterministic", "trees", "spans", "pairs"})
+    FEATURES = frozenset({"window", "softcap", "sinks", "alibi", "bias", "deterministic", "trees", "spans", "pairs"})
     GATHERS = False
     MASKS = True
     LARGEST = IN_32_BITS  # Triton multiplies a token's number and a stride in 32 bits if both are small
 
     def available(self) -> tuple[bool, str]:
         return _runs()
+
+    def features(self) -> frozenset[str]:
+        return self.FEATURES if _differentiates_captured() else self.FEATURES - {"bias"}
+
+    def supports(self, asked: Asked) -> tuple[bool, str]:
+        if {"bias", "deterministic"} <= {*asked.features}:
+            return False, "its gradients of a bias are added up in any order"
+        return super().supports(asked)
 
     def takes(self, head_dim: int, value_dim: int) -> bool:
         # torch 2.5 takes no larger head dimension of v.
@@ -59,7 +67,12 @@ class Flex(Kernel):
             boundaries.sources is None,
         )
         states = (q.dtype, *q.shape[1:], *v.shape[1:], torch.is_grad_enabled(), scale, options.softcap)
-        without = (options.alibi_slopes is None, options.sinks is None)
+        bias = options.bias
+        without = (
+            options.alibi_slopes is None,
+            options.sinks is None,
+            bias is None or (bias.dtype, bias.requires_grad),
+        )
         flex = _compiled("flex_attention", (*layout, *states, *without))
         return compute(flex, _compiled("create_block_mask", layout), q, k, v, boundaries, options, scale)
 
@@ -72,6 +85,12 @@ def _runs() -> tuple[bool, str]:
     if not torch.cuda.is_available() and not (hasattr(torch, "xpu") and torch.xpu.is_available()):
         return False, "torch finds no CUDA or XPU device"
     return (True, "") if importlib.util.find_spec("triton") else (False, "the package triton is not installed")
+
+
+@constant
+def _differentiates_captured() -> bool:
+    # torch 2.6 has learned to differentiate the tensors that a score refers to, and adds the gradients up by this.
+    return hasattr(importlib.import_module("torch._dynamo._trace_wrapped_higher_order_op"), "ModIndex")
 
 
 @constant
@@ -104,7 +123,7 @@ def compute(
         boundaries.made[kind] = create_block_mask(visible, None, None, tokens, k.shape[0], device)
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     asked = {
-        "score_mod": _scored(options.softcap, options.alibi_slopes, boundaries, q.shape[2]),
+        "score_mod": _scored(options, boundaries, q.shape[2], k.shape[2]),
         "block_mask": boundaries.made[kind],
         "scale": scale,
         "enable_gqa": q.shape[1] != k.shape[1],
@@ -146,21 +165,34 @@ def _visible(
     return visible
 
 
-def _scored(
-    softcap: float | None, alibi_slopes: torch.Tensor | None, boundaries: Boundaries, tokens: int
-) -> Callable[..., torch.Tensor] | None:
-    if softcap is None and alibi_slopes is None:
+def _scored(options: Options, boundaries: Boundaries, tokens: int, keys: int) -> Callable[..., torch.Tensor] | None:
+    softcap, alibi_slopes, bias = options.softcap, options.alibi_slopes, options.bias
+    if softcap is None and alibi_slopes is None and bias is None:
         return None
-    cu, tree = boundaries.cu_seqlens, boundaries.tree
-    position = torch.arange(tokens, device=cu.device) if tree is None else tree.positions
+    position, of_key = _positions(boundaries, tokens, keys)
+    if bias is not None and bias.requires_grad:
+        # In float32, because the gradients of all documents are added up; and a copy, because a compiled graph of torch
+        # 2.13 gives a view that a score refers to no gradient, and raises nothing.
+        bias = bias.to(torch.float32, copy=True)
 
     def scored(
         score: torch.Tensor, batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor
     ) -> torch.Tensor:
         if softcap is not None:
             score = softcap * torch.tanh(score / softcap)
+        if bias is not None:
+            score = score + bias[head, position[query], of_key[key]]
         if alibi_slopes is not None:
-            score = score - alibi_slopes[head] * (position[query] - position[key]).abs()
+            score = score - alibi_slopes[head] * (position[query] - of_key[key]).abs()
         return score
 
     return scored
+
+
+def _positions(boundaries: Boundaries, tokens: int, keys: int) -> tuple[torch.Tensor, torch.Tensor]:
+    # of the queries and of the keys in their documents, int64; made once in a forward
+    if _positions not in boundaries.made:
+        own, sources = boundaries.positions_of((1, tokens))[0], boundaries.sources
+        boundaries.made[_positions] = own, own if sources is None else sources.positions_of((1, keys))[0]
+    found: tuple[torch.Tensor, torch.Tensor] = boundaries.made[_positions]
+    return found

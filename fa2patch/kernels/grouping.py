@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import chain
+from operator import add
 from typing import Any
 
 import numpy as np
@@ -34,9 +35,11 @@ MOVED = 2**14
 
 
 @lru_cache(maxsize=8)
-def batches(lengths: tuple[int, ...], most: int, power: int = 1, pads: bool = True) -> list[list[int]]:
+def batches(
+    lengths: tuple[int, ...], most: int, power: int = 1, pads: bool = True, a_call: int = A_CALL
+) -> list[list[int]]:
     # Lengths alone decide, so that a recomputed forward makes the same batches. From the longest document to the
-    # shortest, a batch ends where the next one would need more padding than A_CALL and SHARE allow. Its size, their
+    # shortest, a batch ends where the next one would need more padding than `a_call` and SHARE allow. Its size, their
     # number times ``longest ** power``, is at most ``most``: tokens for a power of 1, scores for 2.
     if lengths and min(lengths) == max(lengths):  # thousands of short ones: no Python for each of them
         size = max(1, most // max(1, lengths[0]) ** power)
@@ -45,7 +48,7 @@ def batches(lengths: tuple[int, ...], most: int, power: int = 1, pads: bool = Tr
     longest = real = 0
     for at in sorted(range(len(lengths)), key=lambda at: -lengths[at]):
         count, tokens = len(made[-1]) + 1 if made else 1, real + lengths[at]
-        allowed = A_CALL + SHARE * tokens if pads else 0
+        allowed = a_call + SHARE * tokens if pads else 0
         if made and count * longest - tokens <= allowed and count * longest**power <= most:
             made[-1].append(at)
             real = tokens
@@ -157,11 +160,16 @@ def _pairs(targets: Boundaries, sources: Boundaries) -> tuple[Batches, Batches, 
     # all keys of their source, so it is only padding that is hidden.
     of_queries, of_keys = targets.lengths, sources.lengths
     made: list[list[int]] = []
+    most_of, tokens = [0, 0], [0, 0]  # of the last call's queries and keys: the longest, and all
     for at in sorted(range(len(of_queries)), key=lambda at: (-of_keys[at], -of_queries[at])):
-        if made and _are_near([[lengths[each] for each in (*made[-1], at)] for lengths in (of_queries, of_keys)]):
+        own = [of_queries[at], of_keys[at]]
+        both = [*map(max, most_of, own)], [*map(add, tokens, own)]
+        if made and _are_near(len(made[-1]) + 1, *both):
             made[-1].append(at)
+            most_of, tokens = both
         else:
             made.append([at])
+            most_of = tokens = own
     device = targets.cu_seqlens.device
     queries, keys = Batches(of_queries, made, device), Batches(of_keys, made, device)
     last: list[torch.Tensor | None] = []
@@ -172,11 +180,10 @@ def _pairs(targets: Boundaries, sources: Boundaries) -> tuple[Batches, Batches, 
     return queries, keys, last
 
 
-def _are_near(sides: Sequence[Sequence[int]]) -> bool:
-    queries, keys = (max(lengths) for lengths in sides)
-    if len(sides[0]) * queries * keys > SCORES:
+def _are_near(count: int, longest: Sequence[int], tokens: Sequence[int]) -> bool:
+    if count * longest[0] * longest[1] > SCORES:
         return False
-    return all(len(lengths) * max(lengths) - sum(lengths) <= A_CALL + SHARE * sum(lengths) for lengths in sides)
+    return all(count * most - real <= A_CALL + SHARE * real for most, real in zip(longest, tokens))
 
 
 def _saves(shared: list[list[int]], lengths: Sequence[int], width: int, causal: bool) -> bool:

@@ -22,30 +22,40 @@ class Option:
         name: str,  # of the field of Options
         feature: str,  # which a kernel must have for it
         keywords: tuple[str, ...] = (),  # by which a layer hands it to its attention function, from 4.48 on
-        by_head: bool = False,  # whether it is a tensor [query heads], and not a number
+        by_head: bool = False,  # whether it is a tensor [query heads, ...], and not a number
         learned: bool = False,  # whether that tensor may need a gradient
-        # its value in the trial of a kernel, of the number of query heads; None leaves it out
-        trial: Callable[[int, torch.Generator], Any] | None = None,
+        # its value in the trial of a kernel, of the number of query heads and the longest document; None leaves it out
+        trial: Callable[[int, int, torch.Generator], Any] | None = None,
     ) -> None:
         self.name, self.feature, self.keywords = name, feature, keywords
         self.by_head, self.learned, self.trial = by_head, learned, trial
 
 
-def _sinks(heads: int, drawn: torch.Generator) -> torch.Tensor:
+def _sinks(heads: int, longest: int, drawn: torch.Generator) -> torch.Tensor:
     sinks = 2 * torch.randn(heads, generator=drawn)
     sinks[0] += 5  # so that it has a weight beside many keys
     return sinks
 
 
+def _slopes(heads: int, longest: int, drawn: torch.Generator) -> torch.Tensor:
+    # small, so that the keys at a window's edge still have a weight
+    return 0.3 * torch.rand(heads, generator=drawn)
+
+
+def _bias(heads: int, longest: int, drawn: torch.Generator) -> torch.Tensor:
+    # no two queries and no two keys have the same, though few numbers are drawn
+    drawn_of = torch.randn(2, heads, longest, generator=drawn)
+    return drawn_of[0, :, :, None] * drawn_of[1, :, None]
+
+
 TABLE = (
-    Option("window", "window", ("sliding_window",), trial=lambda heads, drawn: 9),
-    Option("softcap", "softcap", ("softcap",), trial=lambda heads, drawn: 2.0),
+    Option("window", "window", ("sliding_window",), trial=lambda *_: 9),
+    Option("softcap", "softcap", ("softcap",), trial=lambda *_: 2.0),
     # "s_aux" is upstream's name, "sinks" MiMo's
     Option("sinks", "sinks", ("s_aux", "sinks"), by_head=True, learned=True, trial=_sinks),
-    # small, so that the keys at a window's edge still have a weight
-    Option("alibi_slopes", "alibi", by_head=True, trial=lambda heads, drawn: 0.3 * torch.rand(heads, generator=drawn)),
+    Option("alibi_slopes", "alibi", by_head=True, trial=_slopes),
     Option("dropout", "dropout", ("dropout",)),
-    Option("bias", "bias", ("position_bias",)),
+    Option("bias", "bias", ("position_bias",), by_head=True, learned=True, trial=_bias),
 )
 
 FEATURES = (*[row.feature for row in TABLE], "deterministic", "trees", "spans", "pairs")
@@ -88,7 +98,7 @@ class Options:
     sinks: torch.Tensor | None = None
     alibi_slopes: torch.Tensor | None = None
     bias: torch.Tensor | None = None
-    by_head: bool = field(default=False, init=False, repr=False)  # whether it has a tensor [query heads]
+    by_head: bool = field(default=False, init=False, repr=False)  # whether it has a tensor [query heads, ...]
 
     def __post_init__(self) -> None:
         # in the usual case no loop: dynamo traces each step, in every layer
@@ -105,6 +115,8 @@ class Options:
         if self.bias is not None and self.bias.dim() == 4:  # [1, heads, longest, longest], as layers make it
             one = self.bias.shape[-2:] == (1, 1)  # the same for all keys, which changes no weight
             object.__setattr__(self, "bias", None if one else self.bias.squeeze(0))
+        if self.bias is not None:
+            object.__setattr__(self, "by_head", True)
         if self.window is not None and self.window < 1:
             raise PackingNotIsolated(
                 f"a sliding window of {self.window} tokens shows a query nothing; None is no window."
@@ -119,13 +131,14 @@ class Options:
         }
 
     def with_heads(self, change: Callable[[torch.Tensor], torch.Tensor], learned: bool = False) -> Options:
-        # with what `change` makes of each tensor [query heads]; with `learned`, of those alone that may have a gradient
+        # with what `change` makes of each tensor [query heads, ...]; with `learned`, of those alone that may have a
+        # gradient
         held = {row.name: getattr(self, row.name) for row in TABLE if row.by_head and (row.learned or not learned)}
         changed: dict[str, Any] = {name: change(value) for name, value in held.items() if value is not None}
         return replace(self, **changed)
 
     def require_heads(self, heads: int) -> None:
-        """Raise :class:`PackingNotIsolated` if there are not as many sinks, or slopes, as query heads."""
+        """Raise :class:`PackingNotIsolated` if there are not as many sinks, slopes or biases as query heads."""
         for row in TABLE if self.by_head else ():
             by_head = getattr(self, row.name) if row.by_head else None
             if by_head is not None and by_head.shape[0] != heads:

@@ -91,7 +91,7 @@ def attend(
     queries, length, groups = query.shape[2], key.shape[2], query.shape[1] // key.shape[1]
     windowed = options.window is not None and options.window < length
     special = windowed or options.dropout  # the operator's backward repeats the dropout; sdpa's backends draw others
-    plain = not special and options.softcap is None and not options.by_head
+    plain = not special and options.softcap is None and options.sinks is None and options.alibi_slopes is None
     if plain and length == 1 and options.bias is None:
         return _OfOneKey.apply(query, key, value)  # type: ignore[no-untyped-call,no-any-return]
     asked: dict[str, Any] = {}
@@ -103,7 +103,7 @@ def attend(
     if plain:
         every = last is None and not options.causal
         if options.bias is not None:
-            own = options.bias[:, :queries, :length]
+            own = _bias_of(options, queries, length).to(query.dtype)
             seen = None if every else _seen(_distances(queries, length, query.device), options, last)
             asked["attn_mask"] = own if seen is None else own.masked_fill(~seen, float("-inf"))
         elif every or (last is None and queries in (1, length)):
@@ -142,7 +142,7 @@ def _weights(query: torch.Tensor, key: torch.Tensor, options: Options, last: tor
     if options.softcap is not None:
         logits = options.softcap * torch.tanh(logits / options.softcap)
     if options.bias is not None:
-        logits = logits + options.bias[:, : query.shape[2], : key.shape[2]].to(precision)
+        logits = logits + _bias_of(options, query.shape[2], key.shape[2]).to(precision)
     distance = _distances(query.shape[2], key.shape[2], query.device)
     if options.alibi_slopes is not None:
         logits = logits - options.alibi_slopes.to(precision)[:, None, None] * distance.abs()
@@ -151,6 +151,13 @@ def _weights(query: torch.Tensor, key: torch.Tensor, options: Options, last: tor
         return logits.softmax(dim=-1)
     sink = options.sinks.to(precision)[:, None, None].expand(len(query), -1, query.shape[2], 1)
     return torch.cat([logits, sink], dim=-1).softmax(dim=-1)[..., :-1]
+
+
+def _bias_of(options: Options, queries: int, keys: int) -> torch.Tensor:
+    # [heads, queries, keys]. Queries that are fewer than their keys are at the end (of a tree's path), or of another
+    # row, which sees all keys.
+    assert options.bias is not None
+    return options.bias[:, keys - queries if options.causal else 0 :, :keys][:, :queries]
 
 
 def _distances(queries: int, keys: int, device: torch.device) -> torch.Tensor:

@@ -104,6 +104,7 @@ def _computed(by: Kernel, call: Call, dtype: torch.dtype, gradients: bool) -> li
     options = call.options.with_heads(lambda by_head: by_head.detach().requires_grad_(), learned=True)
     learned = [getattr(options, option.name) for option in TABLE if option.learned]
     leaves += [value for value in learned if value is not None]
+    options = options.with_heads(lambda by_head: by_head.view_as(by_head), learned=True)  # layers hand over views, too
     output = by(leaves[0], leaves[1], leaves[2], row.documents, options)
     return [output] if not gradients else [output, *torch.autograd.grad(output, leaves, row.direction.to(dtype))]
 

@@ -92,7 +92,8 @@ def options_of(asked: Asked, drawn: torch.Generator, device: torch.device) -> Op
     for row in TABLE:
         if row.trial is None:
             continue
-        value = row.trial(asked.heads, drawn)  # drawn for each, so that other features do not change the values
+        # drawn for each, so that other features do not change the values
+        value = row.trial(asked.heads, max(LENGTHS), drawn)
         if row.by_head:  # what is learned has q's dtype, so that each dtype has the same values
             value = value.to(device, asked.dtype if row.learned else None)
         if row.feature in asked.features:

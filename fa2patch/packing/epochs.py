@@ -58,7 +58,8 @@ def of_plan(
         left_out = np.sort(np.concatenate([_NONE, *last]))
     elif rest:
         examples = np.concatenate(last)
-        if taken == rest and not ordered and len(examples) >= ranks:  # other rows of them, if one for each rank will do
+        # other rows of them, if one for each rank will do
+        if taken == rest and not (ordered or plan.of_pairs) and len(examples) >= ranks:
             found = dealt(plan.lengths[examples], costs[examples], ranks, plan.max_tokens)
             parts = [examples[found.pass_of == rank] for rank in range(ranks)] if found.passes == 1 else []
         parts = parts or divided(last, costs, taken - rest + ranks)

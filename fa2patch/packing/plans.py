@@ -11,8 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import PackingError
-from .budget import as_lengths, check_budget, cut, cut_out
-from .strategies import STRATEGIES, Ints, Ints32, Strategy, by_key, fewest, mini_batches
+from .budget import as_lengths, check_budget, check_policy, cut, cut_out
+from .pairs import OF_PAIRS, as_pairs, check_budgets, longer_pairs, strategy_of_pairs
+from .strategies import STRATEGIES, Ints, Strategy, by_key, fewest, mini_batches
 
 MINI_BATCHES = "mini_batches"
 
@@ -33,7 +34,10 @@ class Plan(Sequence[Ints]):
         lengths: Lengths of the examples as passed to :func:`plan`. An int64 array is not copied: do not change it.
         dropped: Examples that are in no row (``too_long="drop"``), in ascending order.
         truncated: Examples whose end is in no row (``too_long="truncate"``), in ascending order.
-        empty: Examples that are in no row because they have no tokens, in ascending order.
+        empty: Examples that are in no row because they have no tokens, in ascending order. Of pairs, those without a
+            source or without a target.
+        of_pairs: Whether the rows are of pairs. Then ``tokens`` and ``lengths`` count sources and targets together, and
+            ``max_tokens`` is the sum of both budgets.
     """
 
     indices: Ints
@@ -45,6 +49,7 @@ class Plan(Sequence[Ints]):
     truncated: Ints
     empty: Ints
     _cuts: tuple[Ints, Ints] | None = field(default=None)
+    of_pairs: bool = False
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -125,8 +130,8 @@ class Plan(Sequence[Ints]):
 
 
 def plan(
-    lengths: Sequence[int] | npt.NDArray[Any],
-    max_tokens: int | None,
+    lengths: Sequence[int] | Sequence[tuple[int, int]] | npt.NDArray[Any],
+    max_tokens: int | tuple[int, int] | None,
     strategy: str = "fewest_rows",
     *,
     too_long: str = "error",
@@ -139,7 +144,10 @@ def plan(
 
     Args:
         lengths: Tokens of each example, ``[examples]``. Those without tokens are in no row; ``Plan.empty`` lists them.
-        max_tokens: Maximum number of tokens in a row. Must be None for ``mini_batches``, and only there.
+            For an encoder-decoder, the tokens of each source and target, ``[examples, 2]``.
+        max_tokens: Maximum number of tokens in a row. Must be None for ``mini_batches``, and only there. For pairs, two
+            numbers, of the row of sources and of the row of targets: both are filled at once, by ``fewest_rows`` or
+            ``in_order``, and ``too_long`` is ``"error"`` or ``"drop"``. A million pairs take about ten seconds.
         strategy: The algorithm that fills the rows.
 
             - ``fewest_rows``: The rows of ``best_fit_decreasing`` or, if they are fewer, rows of k and of k + 1
@@ -169,8 +177,10 @@ def plan(
         PackingError: An example is longer than the budget and ``too_long="error"``, lengths are not integers from 0,
             the strategy or policy is unknown, or ``max_tokens`` or ``batch_size`` is invalid for the strategy.
     """
-    given = as_lengths(lengths)
     rng = None if seed is None or strategy == "in_order" else np.random.default_rng(seed)
+    if isinstance(max_tokens, (tuple, list)):
+        return _plan_of_pairs(as_pairs(lengths), check_budgets(max_tokens), strategy, too_long, rng)
+    given = as_lengths(lengths)
     fill, limit = strategy_of(strategy, max_tokens, batch_size)
     pieces = cut(given, 2**31 if fill is mini_batches else limit, too_long)
     rows, offsets = _rows(pieces.lengths.astype(np.int32), fill, limit, rng)
@@ -181,6 +191,18 @@ def plan(
         return Plan(rows, offsets, tokens, budget, given, *left_out)
     indices, start, stop = (of_pieces[rows] for of_pieces in pieces.cuts)
     return Plan(indices, offsets, tokens, budget, given, *left_out, (start, stop))
+
+
+def _plan_of_pairs(lengths: Ints, budgets: Ints, strategy: str, too_long: str, rng: np.random.Generator | None) -> Plan:
+    check_policy(too_long, OF_PAIRS)
+    over = longer_pairs(lengths, budgets, too_long)
+    empty = np.flatnonzero((lengths == 0).any(axis=1))
+    kept = np.delete(np.arange(len(lengths)), np.union1d(over, empty))
+    rows, offsets = _rows(lengths[kept], strategy_of_pairs(strategy), budgets, rng)
+    both = lengths.sum(axis=1)
+    tokens = np.add.reduceat(both[kept][rows], offsets[:-1]) if len(rows) else np.empty(0, np.int64)
+    left_out = over, np.empty(0, np.int64), np.setdiff1d(empty, over)
+    return Plan(kept[rows], offsets, tokens, int(budgets.sum()), both, *left_out, of_pairs=True)
 
 
 def strategy_of(strategy: str, max_tokens: int | None, batch_size: int | None) -> tuple[Strategy, int]:
@@ -200,8 +222,8 @@ def strategy_of(strategy: str, max_tokens: int | None, batch_size: int | None) -
     return STRATEGIES[strategy], budget
 
 
-def _rows(lengths: Ints32, fill: Strategy, limit: int, rng: np.random.Generator | None) -> tuple[Ints, Ints]:
-    # Returned are the examples of all rows, and the offsets of the rows.
+def _rows(lengths: Any, fill: Any, limit: Any, rng: np.random.Generator | None) -> tuple[Ints, Ints]:
+    # Returned are the examples of all rows, and the offsets of the rows. Pairs have two lengths and two limits.
     drawn = None
     if rng is not None:  # a random order, so that the choice among equal lengths is random
         drawn = rng.permutation(np.arange(len(lengths), dtype=np.int32))

@@ -15,6 +15,7 @@ from . import epochs
 from .budget import as_lengths, check_budget, check_policy, longer, positive
 from .dealing import ATTENTION_COST, check_attention_cost, example_costs
 from .epochs import Epoch
+from .pairs import as_pairs, check_budgets, longer_pairs, strategy_of_pairs
 from .plans import MINI_BATCHES, plan, strategy_of
 from .ranks import ALL_RANKS, replicas_and_rank
 from .strategies import Ints
@@ -72,9 +73,10 @@ class PackedBatchSampler(Sampler[list[int]]):
             for rows in cut.passes[0]: ...  # rows[i] is the place of an example in the batch
 
     Args:
-        lengths: Tokens of each example, ``[examples]``. Those without tokens are left out.
+        lengths: Tokens of each example, ``[examples]``. Those without tokens are left out. For an encoder-decoder, the
+            tokens of each source and target, ``[examples, 2]``.
         max_tokens: Maximum number of tokens in a row; with ``mini_batches``, in a pass, or None for a single pass of
-            any size.
+            any size. For pairs, two numbers, of the row of sources and of the row of targets.
         num_replicas: Number of ranks or, with several ranks per row, of groups. Default: the number of processes (from
             torch.distributed if it is initialised, else ``WORLD_SIZE`` as torchrun sets it, else 1) divided by
             ``ranks_per_row``.
@@ -118,8 +120,8 @@ class PackedBatchSampler(Sampler[list[int]]):
 
     def __init__(
         self,
-        lengths: Sequence[int] | npt.NDArray[Any],
-        max_tokens: int | None,
+        lengths: Sequence[int] | Sequence[tuple[int, int]] | npt.NDArray[Any],
+        max_tokens: int | tuple[int, int] | None,
         num_replicas: int | None = None,
         rank: int | str | None = None,
         *,
@@ -133,7 +135,8 @@ class PackedBatchSampler(Sampler[list[int]]):
         window: int = 64,
         drop_last: bool = False,
     ) -> None:
-        self.lengths = as_lengths(lengths)
+        pairs = isinstance(max_tokens, (tuple, list))
+        self.lengths = as_pairs(lengths) if pairs else as_lengths(lengths)
         self.num_replicas, self.rank = replicas_and_rank(num_replicas, rank, ranks_per_row)
         policies = ("error", "drop", "alone") if strategy == MINI_BATCHES else ("error", "drop")
         check_policy(too_long, policies, " Cut the dataset before it is sampled.")
@@ -143,12 +146,17 @@ class PackedBatchSampler(Sampler[list[int]]):
         self._window, self._drop_last, self._seed = window, drop_last, seed
         self.epoch = self._resume = self._step = self._first = 0
         self.global_batch_size = self._global(batch_size, global_batch_size)
-        if self.global_batch_size is None:
-            strategy_of(strategy, max_tokens, None)  # checks both
         over = np.empty(0, np.int64)
-        if max_tokens is not None:
+        if isinstance(max_tokens, (tuple, list)):
+            strategy_of_pairs(strategy)
+            over = longer_pairs(self.lengths, check_budgets(max_tokens), too_long)
+        elif self.global_batch_size is None:
+            strategy_of(strategy, max_tokens, None)  # checks both
+        if not pairs and max_tokens is not None:
             over = longer(self.lengths, check_budget(max_tokens), too_long, policies)
-        self.dropped, self.empty = over if too_long == "drop" else over[:0], np.flatnonzero(self.lengths == 0)
+        self.dropped = over if too_long == "drop" else over[:0]
+        without = self.lengths == 0
+        self.empty = np.setdiff1d(np.flatnonzero(without.any(axis=1) if pairs else without), self.dropped)
 
     def _global(self, batch_size: int | None, global_batch_size: int | None) -> int | None:
         # The number of examples in a step; None where tokens fill the rows of a step.
@@ -268,7 +276,8 @@ class PackedBatchSampler(Sampler[list[int]]):
 
     @property
     def _example_costs(self) -> npt.NDArray[np.float64]:
-        return example_costs(self.lengths, self._attention_cost)
+        costs = example_costs(self.lengths, self._attention_cost)
+        return costs if costs.ndim == 1 else costs.sum(axis=1)
 
     @property
     def _rows(self) -> Epoch:

@@ -24,7 +24,7 @@ from ..proof.runs import left_as_it_was
 from ..upstream.calls import passed
 from ..upstream.find_models import is_sharded
 from ..upstream.labels import kept_logits
-from ..upstream.step import MARK, ROLE
+from ..upstream.step import MARK, ROLE, covers
 
 
 @dataclass(eq=False)
@@ -82,9 +82,9 @@ def _computing(call: HeadCall) -> Iterator[None]:
 
 
 def head_of(base: torch.nn.Module) -> HeadCall | None:
-    found, patch = _running.calls[-1] if _running.calls else None, base.__dict__.get(MARK)
+    found = _running.calls[-1] if _running.calls else None
     around = None if found is None else vars(found.module).get(MARK)
-    return found if around is not None and (around is patch or patch in around.stacks) else None
+    return found if covers(around, base.__dict__.get(MARK)) else None
 
 
 def padding_predicts(head: HeadCall, real: torch.Tensor) -> torch.Tensor:

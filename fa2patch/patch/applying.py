@@ -71,12 +71,14 @@ def apply(
             gets hidden states ``[batch, length, hidden]`` with zeros for padding. A head that makes one vector for each
             row (``BertForSequenceClassification``) can be used only so. If the head reads hidden states of padding, the
             batch stays padded. For a new patch, it is True if ``model`` holds a tokenizer, as the models of
-            sentence-transformers do, because these make padded batches themselves.
+            sentence-transformers do, because these make padded batches themselves. Each stack of an encoder-decoder
+            computes its own rows so; without a ``decoder_attention_mask``, targets end with their last label.
         max_tokens: a budget of tokens. A packed batch with more tokens, or a padded one that is computed packed, is
             computed in as few passes of whole documents as fit, each a checkpoint: between forward and backward only
             its inputs and hidden states are kept, and the backward computes it once more. Whatever is around the base
-            model, a head, a loss, a trainer, sees the whole batch, so that every loss is that of the whole batch. A
-            batch that cannot be cut is computed at once, with a warning (``OverBudget``).
+            model, a head, a loss, a trainer, sees the whole batch, so that every loss is that of the whole batch. The
+            encoder and the decoder of an encoder-decoder each have passes of their own. A batch that cannot be cut is
+            computed at once, with a warning (``OverBudget``).
         too_long: what to do with a document that is longer than ``max_tokens``: ``"error"``, or ``"alone"`` to give it
             a pass of its own.
 

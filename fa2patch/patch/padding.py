@@ -44,7 +44,13 @@ def pack_padded_batches(model: Model, share_prompts: bool = False) -> PaddedBatc
     With a budget (``fa2patch.apply(model, max_tokens=...)``), batches without padding are packed too, so that they are
     computed in passes, and under ``torch.compile`` those over the budget.
 
-    Each forward with such a mask reads from the device once, and a second time if rows share tokens.
+    Each stack of an encoder-decoder computes its own padded rows packed, inside a call of the whole model. Targets end
+    as ``decoder_attention_mask`` says or, without one, with their last label; without both, they are computed with all
+    columns. What would have to be proven (``fa2patch.apply``'s ``prove``) is proven with the batch's pairs laid end to
+    end, or stays padded if its labels are not those of targets.
+
+    Each forward with such a mask reads from the device once, and a second time if rows share tokens; an encoder-decoder
+    four times.
 
     Args:
         model: A model that ``fa2patch.apply`` has patched, or a wrapper around one (PEFT, accelerate, DDP, FSDP).

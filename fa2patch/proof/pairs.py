@@ -5,13 +5,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from .._types import Args, Call, Model
 from ..comparison import distance, tensors
+from ..documents.boundaries import Boundaries
 from ..documents.names import LABELS, OF_TARGETS, TOKENS
 from ..errors import BadBatch
 from ..upstream.find_models import embedding_in_use, models, stacks_of
@@ -23,27 +23,6 @@ from .inputs import evenly, random_text, slices_between
 from .result import Document, Verification
 from .runs import largest_part, left_as_it_was, near, one_document, others
 from .state import State
-
-
-class _Embedded:
-    """The embeddings of a stack's tokens: of the whole batch, or of one document after another."""
-
-    def __init__(self, stack: Model, shape: Sequence[int], exchanged: torch.Tensor | None) -> None:
-        self.table, self.shape, self.exchanged = embedding_in_use(stack), tuple(shape), exchanged
-        self.by_document = vars(stack)[MARK].facts.by_document
-        self.seen, self.all = 0, self.shape[0] * self.shape[1]
-
-    def tokens_of(self, module: torch.nn.Module, output: torch.Tensor) -> slice | None:
-        # None: these are no embeddings of this stack's tokens
-        shape = tuple(output.shape[:2])
-        whole = shape == self.shape and not self.seen
-        if module is not self.table or not (whole or (self.by_document and self.seen < self.all)):
-            return None
-        start, self.seen = self.seen, self.seen + shape[0] * shape[1]
-        return slice(start, self.seen)
-
-    def exchanged_among(self, tokens: slice, output: torch.Tensor) -> torch.Tensor | None:
-        return None if self.exchanged is None else self.exchanged.flatten()[tokens].view(output.shape[:2])
 
 
 class PairProof(BatchProof):
@@ -61,23 +40,21 @@ class PairProof(BatchProof):
         self.state.put_back()
         self.leaves = []
         chosen = None if exchanged is None else self._pairs(exchanged)
-        of_sources, waiting = None, [_Embedded(self.inner, self.shape, exchanged)]
+        of_sources, waiting = None, [_Awaited(self.inner, self.shape, self.targets, exchanged)]
         if self.sources is not None:
+            found = self.sources.boundaries
             if chosen is not None:
-                lengths = torch.tensor(self.sources.boundaries.lengths)
-                of_sources = chosen.repeat_interleave(lengths).view(self.sources.shape).to(self.device)
-            waiting.insert(0, _Embedded(self.encoder, self.sources.shape, of_sources))
+                of_sources = chosen.repeat_interleave(torch.tensor(found.lengths)).view(self.sources.shape)
+                of_sources = of_sources.to(self.device)
+            waiting.insert(0, _Awaited(self.encoder, self.sources.shape, found, of_sources))
         if call.get("encoder_outputs") is not None:  # sources that were encoded before
             call = {**call, "encoder_outputs": self._encoded(call["encoder_outputs"], of_sources)}
             del waiting[:-1]
 
         def hook(module: torch.nn.Module, args: Args, output: torch.Tensor) -> torch.Tensor:
-            # in some releases both stacks have one table, of which the encoder's call comes first
-            for embedded in waiting:
-                tokens = embedded.tokens_of(module, output)
-                if tokens is not None:
-                    return self._leaf(output, embedded.exchanged_among(tokens, output))
-            return output
+            # in some releases both stacks have one table, of which the encoder's calls come first
+            each = next((each for each in waiting if each.takes(module, output.shape)), None)
+            return output if each is None else self._leaf(output, each.exchanged_of(output.shape[1]))
 
         def of_encoder(module: torch.nn.Module, args: Args, output: Any) -> Any:
             rows = None if chosen is None else chosen[:, None].expand(output[0].shape[:2])
@@ -168,6 +145,26 @@ class PairProof(BatchProof):
             f"pairs {how}. Nothing was computed. Take that code out, let it look at one token at a time, or train this "
             "model padded."
         )
+
+
+class _Awaited:
+    """The embeddings of a row, which a stack makes at once, or of one document after another (Pegasus X up to 4.4x)."""
+
+    def __init__(
+        self, stack: Any, shape: tuple[int, ...], documents: Boundaries, exchanged: torch.Tensor | None
+    ) -> None:
+        self.table, self.shape, self._exchanged, self._at = embedding_in_use(stack), shape, exchanged, 0
+        self._pieces = [*filter(None, documents.lengths)] if vars(stack)[MARK].facts.by_document else []
+
+    def takes(self, table: torch.nn.Module, shape: torch.Size) -> bool:
+        if table is not self.table or self._at == self.shape[1]:
+            return False
+        whole = not self._at and shape[:2] == self.shape
+        return whole or (shape[0] == self.shape[0] == 1 and self._pieces[:1] == [shape[1]])
+
+    def exchanged_of(self, length: int) -> torch.Tensor | None:
+        self._pieces, self._at = self._pieces[1:], self._at + length
+        return None if self._exchanged is None else self._exchanged[:, self._at - length : self._at]
 
 
 # The lengths of the pairs that are verified without a batch

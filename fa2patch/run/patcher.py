@@ -49,7 +49,7 @@ class Patcher:
         self._seen: weakref.WeakSet[Any] = weakref.WeakSet()  # models that were patched or left alone
         # of each patched model, which may be gone in the end: its name, its patch, what it computed, and whether it
         # packs padding; no WeakSet, which a finalizer may change while it is read
-        self._patched: list[tuple[str, weakref.ref[Patch], Tally, bool]] = []
+        self._patched: list[tuple[str, weakref.ref[Patch], list[Tally], bool]] = []
         # how each trainer's padded batches are computed, once it was said; trainers that are dataclasses have no hash
         self._ways: Any = WeakIdKeyDictionary()
         self._under_way: set[int] = set()  # ids of trainers and holders that are constructed
@@ -87,7 +87,8 @@ class Patcher:
             self._say_what_was_done()
 
     def _say_what_was_done(self) -> None:
-        names, _, tallies, packs = zip(*self._patched)
+        names, _, counted, packs = zip(*self._patched)
+        tallies = [own.with_stacks(of_stacks) for own, *of_stacks in counted]
         rows = [name for name, tally in zip(names, tallies) if tally.rows]
         padded = [name for name, tally in zip(names, tallies) if tally.batches]
         why = next((tally.why for tally in tallies if tally.why), "")
@@ -121,7 +122,7 @@ class Patcher:
         # `whole` is a model, or an object that holds one and makes its batches.
         name, options = type(whole).__name__, self.options
         try:
-            if is_transformers_model(whole) and (why := reads_no_text(whole)):
+            if is_transformers_model(whole) and (why := reads_no_text(whole, options.padded_batches)):
                 raise UnsupportedModel(f"{why}. Call fa2patch.apply(model) if its batches are packed all the same.")
             patch = apply(whole, kernel=options.kernel, padded_batches=options.padded_batches or None)
         except (UnknownKernel, KernelUnavailable):
@@ -136,10 +137,12 @@ class Patcher:
             say(f"{name} left alone: fa2patch.apply failed, please report it: {type(error).__name__}: {error}")
         else:
             packs = of_model(patch.model) is not None
-            self._patched.append((name, weakref.ref(patch), patch.tally, packs))
-            seams = _joined(layer.seam for layer in patch.attention)
+            patches = (patch, *patch.stacks)
+            self._patched.append((name, weakref.ref(patch), [each.tally for each in patches], packs))
+            attention = [layer for each in patches for layer in each.attention]
+            seams = _joined(layer.seam for layer in attention)
             padding = " Padded batches are computed packed, too." if packs else ""
-            layers = f"{len(patch.attention)} attention layers, {seams} seam, kernel {patch.kernel}"
+            layers = f"{len(attention)} attention layers, {seams} seam, kernel {patch.kernel}"
             self._say_unless_quiet(f"{name} patched: {layers}.{padding}")
         with contextlib.suppress(NotAModel):  # apply has said why
             self._seen.add(transformers_model(whole))
@@ -320,9 +323,10 @@ def _joined(names: Iterable[str]) -> str:
     return " and ".join(sorted({*names}))
 
 
-def reads_no_text(model: Any) -> str:
+def reads_no_text(model: Any, padded_batches: bool = False) -> str:
     if stacks_of(model) is not None:
-        return "it is an encoder-decoder, which takes packed pairs: fa2patch.DataCollatorForSeq2Seq makes them"
+        takes = "packed pairs (fa2patch.DataCollatorForSeq2Seq makes them), or padded ones with --padded-batches"
+        return "" if padded_batches else f"it is an encoder-decoder, which takes {takes}"
     seen = {getattr(layer.module, "is_causal", None) for layer in ModelLayers(model).attention}
     if False in seen:
         embeds = isinstance(embedding_of(model), torch.nn.Embedding)

@@ -58,13 +58,19 @@ _PADDED_ONLY = {
     "moonshine_streaming": "its decoder adds positions to what the encoder made of a sound, counted over all of it, "
     "and sounds that are laid end to end would count on",
     "nllb-moe": "its routers read the padding in the attention mask, in whose place a packed batch has another object",
-    "t5gemma2": "its layers attend to targets and sources at once, with one mask that is made of both",
 }
 
 
 def _padded_only(config: Config) -> str | None:
     reason = _PADDED_ONLY.get(config.model_type)
     return None if reason is None else f"{reason}. Train padded"
+
+
+def _streams(config: Config) -> str:
+    return (
+        f"its decoder computes {config.ngram} streams of states, one for each of the next tokens, side by side in one "
+        "row, and nothing shows which of a packed row's states would be whose. Train this model padded"
+    )
 
 
 def _gpt_neo_window(module: Any, options: Options) -> Options:
@@ -134,6 +140,8 @@ _rows = {
         *(Architecture(model_type, refuse=_padded_only) for model_type in _PADDED_ONLY),
         Architecture("llama4_text", queries=_llama4_temperature),
         Architecture("ministral3", queries=_ministral3_temperature),
+        Architecture("prophetnet", refuse=_streams),
+        Architecture("xlm-prophetnet", refuse=_streams),
     )
 }
 

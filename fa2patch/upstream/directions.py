@@ -32,13 +32,11 @@ _FLAG = "use_bidirectional_attention"
 
 
 def look(model: ModelLayers, facts: Facts) -> None:
+    if model.unknown:  # it makes masks for each document itself
+        return
     _require_said(model)
     own = _without_cross(model)
     facts.both_ways = any(layer.fused or not is_causal(layer.module, otherwise=not layer.by_itself) for layer in own)
-    facts.as_decoder = any(
-        layer.by_itself and getattr(layer.module, "is_causal", True) is False and is_causal(layer.module, False)
-        for layer in own
-    )
     facts.contradiction = _contradiction(model.entered, [layer.module for layer in own])
     forwards = [inspecting.forward_of(type(one)) for one in model.entered]
     facts.told_of_types = any(_makers_called(each) and inspecting.takes(each, "token_type_ids") for each in forwards)

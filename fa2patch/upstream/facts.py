@@ -21,7 +21,6 @@ class Facts:
     architecture: Architecture = Architecture("")
     padded: bool = False  # whether padded batches are computed packed
     both_ways: bool = True  # whether a layer lets tokens see later tokens, as in an encoder
-    as_decoder: bool = False  # layers hide later tokens and say is_causal=False, which nothing reads (SeamlessM4T)
     contradiction: str = ""  # how the masks and the layers differ in that; empty if they agree
     # The masks may be told of tokens that see each other (PaliGemma in 5.x). In such a call they say outright who sees
     # whom, and in any other call a contradiction is an error.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import sys
 from collections.abc import Iterable, Iterator
@@ -12,6 +13,7 @@ from typing import Any, Callable
 import torch
 
 from .._types import Function, Model
+from ..documents.names import LABELS
 from . import caches, inspecting, mask_makers
 from .architectures import is_registered, lookup, row_of
 from .facts import Site, of_forward
@@ -70,9 +72,18 @@ class ModelLayers:
 
     @cached_property
     def attention(self) -> tuple[Layer, ...]:
-        """The attention layers that offer a seam."""
+        """The attention layers that offer a seam, and those whose base model computes each document by itself."""
+        layers, decoder = self._seams or self._blocks_apart, self.decoder
+        users = self._seams and mask_makers.of_the_user(decoder, self.mask_makers[type(decoder)])
+        if users or self.unknown or any(_only_by_document(layer, decoder) for layer in layers):
+            site = of_forward(decoder, _as_it_is)
+            layers = [replace(layer, seam="document", site=site, others=()) for layer in layers]
+        return tuple(layers)
+
+    @cached_property
+    def _seams(self) -> list[Layer]:
         seams: dict[type, Layer | None] = {}
-        layers, decoder = [], self.decoder
+        layers = []
         for name, module in self.text_modules.items():
             cls = type(module)
             if cls not in seams:
@@ -80,11 +91,30 @@ class ModelLayers:
             found = seams[cls]
             if found is not None:
                 layers.append(replace(found, name=name, module=module))
-        users = layers and mask_makers.of_the_user(decoder, self.mask_makers[type(decoder)])
-        if users or any(_only_by_document(layer, decoder) for layer in layers):
-            site = of_forward(decoder, _as_it_is)
-            layers = [replace(layer, seam="document", site=site, others=()) for layer in layers]
-        return tuple(layers)
+        return layers
+
+    @cached_property
+    def unknown(self) -> bool:
+        # A stack of an encoder-decoder computes each document by itself where too little is known of its attention: it
+        # is local, sparse, merged or n-gram attention without a seam, or does not claim flash attention, or does not
+        # say in which direction it looks. No head is around it, which might prepare something for the whole row.
+        found = self._seams
+        heads = any(inspecting.takes(inspecting.forward_of(type(one)), LABELS[0]) for one in self.entered)
+        if heads or self.vouched or not _is_of_pairs(type(self.decoder)):
+            return False
+        if not found:
+            return bool(self._blocks_apart)
+        claimed = claims_flash_attention(self.entered, found) or all(map(_is_biased, found))
+        return not claimed or all(map(_is_of_no_direction, found))
+
+    @cached_property
+    def _blocks_apart(self) -> list[Layer]:
+        # the blocks of a model without a seam, and without mixers
+        if mixers_among(self.text_modules, ()):
+            return []
+        site, numbered = of_forward(self.decoder, _as_it_is), re.compile(r"[^\d]*\.\d+")
+        modules = self.text_modules.items()
+        return [Layer(name, "document", site, module=each) for name, each in modules if numbered.fullmatch(name)]
 
     @cached_property
     def carrying(self) -> dict[str, str]:
@@ -170,11 +200,30 @@ def _seam_of(module: torch.nn.Module) -> Layer | None:
     return Layer("", "formula", written_out, by_itself=by_itself)
 
 
-def claims_flash_attention(model: ModelLayers) -> bool:
-    # A flag of the model says so, or attention layers with flash code of their own.
+def claims_flash_attention(entered: Iterable[Model], attention: Iterable[Layer]) -> bool:
+    # A flag of a model says so, or attention layers with flash code of their own.
     flags = ("_supports_flash_attn", "_supports_flash_attn_2")
-    said = any(getattr(part, name, False) for part in model.entered for name in flags)
-    return said or any(layer.seam != "interface" for layer in model.attention)
+    said = any(getattr(part, name, False) for part in entered for name in flags)
+    return said or any(layer.seam != "interface" for layer in attention)
+
+
+def _is_of_no_direction(layer: Layer) -> bool:
+    # Pegasus X's layers are a decoder's, and none says that it is causal: eager attention goes by the mask.
+    said = getattr(layer.module, "is_causal", None)
+    return layer.seam == "interface" and said is False and getattr(layer.module, "is_decoder", False)
+
+
+def _is_biased(layer: Layer) -> bool:
+    return computes_bias(inspecting.forward_of(type(layer.module)))
+
+
+@functools.cache
+def _is_of_pairs(stack: type) -> bool:
+    # whether its file defines an encoder-decoder, too
+    home = inspecting.defining(stack, "forward").__module__
+    own = [each for each in vars(sys.modules[home]).values() if isinstance(each, type) and each.__module__ == home]
+    forwards = [each.forward for each in own if issubclass(each, torch.nn.Module)]
+    return any(inspecting.takes(forward, "decoder_input_ids") for forward in forwards)
 
 
 def blocks_without(model: ModelLayers) -> dict[str, str]:

@@ -28,7 +28,7 @@ from .find_models import is_transformers_model
 from .other_code import where_defined
 from .packed_mask import PackedMask
 from .splitting import Documents
-from .step import MARK, Patched, Step
+from .step import MARK, Patched, Step, covers
 from .transformers_names import ENCODED_MASK, POOLED_LOGITS
 
 # arguments with a position in each row, or a label for each row
@@ -326,10 +326,11 @@ def require_patched(patch: Patched) -> None:
     # other head shifts labels across documents or pools whole rows, and only the stack of the trunk's call shows it. A
     # causal LM without labels computes every token by itself.
     for module, code, variables in inspecting.modules_called():
-        if getattr(module, "__dict__", {}).get(MARK) is patch or not is_transformers_model(module):
+        own = getattr(module, "__dict__", {}).get(MARK)
+        if own is patch or covers(own, patch) or not is_transformers_model(module):
             continue
         model = module._modules.get("_orig_mod", module)  # torch.compile(model) is of the model's class, too
-        if vars(model).get(MARK) is patch:
+        if covers(vars(model).get(MARK), patch):
             continue
         label = next(iter(passed(inspecting.with_keywords(code, variables), (*LABELS, LOSS_LABELS))), None)
         if label is None and labels.predicts_the_next(model, False) and not one_result_per_row(model):

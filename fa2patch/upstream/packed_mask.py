@@ -34,6 +34,7 @@ _OF_MASKS = (
     torch.Tensor.mul,  # GPTBigCode (4.36 to 4.52) multiplies its causal mask by the mask
     torch.Tensor.__rsub__,  # remote code subtracts a tensor from the mask
 )
+_ADD = torch.Tensor.add  # LED (4.34 to 4.57) adds its causal mask [batch, 1, queries, keys] to the mask; never scores
 _WHERE = torch.where  # the four models above; on logits it is called by an attention layer that was not patched
 
 
@@ -79,7 +80,7 @@ class PackedMask:
         self.calls.append(None if captured else module)
         if self.boundaries.sources is not None:
             options = replace(options, causal=False)
-        elif getattr(module, "is_causal", True) is False and not (self.facts.both_ways or self.facts.as_decoder):
+        elif not self.facts.both_ways and self._sees_later(module, options):
             raise PackingNotIsolated(
                 f"{type(module).__name__} has is_causal=False, and had it not when the model was patched: labels and "
                 "masks were planned for a causal model. Call fa2patch.apply(model) again."
@@ -94,10 +95,10 @@ class PackedMask:
             options = replace(options, window=self.window_of(module, options.window))
         if isinstance(options.scale, torch.Tensor):
             q, options = scaled(q, options)
-        if options.bias is not None and documents.sources is None and options.bias.shape[-1] != documents.max_seqlen:
+        if options.bias is not None and documents.sources is None and options.bias.shape[-1] != self.longest:
             raise PackingNotIsolated(
                 f"{type(module).__name__} adds a bias of {list(options.bias.shape)} to its scores: expected one of the "
-                f"longest document, {documents.max_seqlen} tokens. It was made elsewhere, and what it says of "
+                f"longest document, {self.longest} tokens. It was made elsewhere, and what it says of "
                 "documents is not known. Train this model padded, and please report it."
             )
         dtype, weight = compute_dtype(module, q, k, v, casts)
@@ -119,6 +120,10 @@ class PackedMask:
                 prepared.clear()
             prepared[kind] = Prepared(self.picks.last[id(module)], kernel, options, dtype, weight)
         return output if self.part is None else self.part.own_tokens(output)
+
+    def _sees_later(self, module: torch.nn.Module | None, options: Options) -> bool:
+        # what is_causal says of a layer with its own formula is in the options: BioGPT's is False, and nothing reads it
+        return not options.causal if self.layer is not None else getattr(module, "is_causal", True) is False
 
     def window_of(self, layer: torch.nn.Module | None, said: int | None) -> int | None:
         # `said` is the window that the layer hands to its function.
@@ -196,6 +201,11 @@ class PackedMask:
         # (batch, length) of the whole rows, which `boundaries` describe
         return self.shape if self.part is None else self.part.rows(self.shape)
 
+    @property
+    def longest(self) -> int:
+        # the tokens of the longest document, or an upper bound; with a tree, of the longest path
+        return self.boundaries.keys(self.rows[0] * self.rows[1]).max_seqlen
+
     def given(self, module: torch.nn.Module | None) -> None:
         # What is recorded here is checked after the forward.
         self.calls.append(None if compiling() else module)
@@ -242,6 +252,7 @@ class PackedMask:
 
     view = _as_it_is  # GPT-J and GPT-NeoX (4.36 to 4.43), GPTBigCode (4.36 to 4.52), GPT-2 (4.36 on)
     unsqueeze = transpose = _as_it_is  # GPTBigCode (4.36 to 4.52)
+    expand = masked_fill = _as_it_is  # BART's kin (4.34), in cross attention; Falcon (4.34)
     __rsub__ = __mul__ = _as_it_is  # GPT-2, GPT-J, GPT-NeoX (4.36 to 4.48), get_extended_attention_mask (every version)
     __rmul__ = _as_it_is  # the same product in another order: remote code
 
@@ -258,7 +269,8 @@ class PackedMask:
     ) -> PackedMask:
         # Models add a causal mask or a window to a mask with the functions that are allowed here. Any other function,
         # such as one that an unpatched attention layer calls on its mask, raises TypeError.
-        if function in _OF_MASKS or (function is _WHERE and not any(_is_logits(value) for value in args)):
+        of_masks = function in _OF_MASKS or (function is _WHERE and not any(_is_logits(value) for value in args))
+        if of_masks or (function is _ADD and not any(_has_heads(value) for value in args)):
             for value in args:
                 if isinstance(value, cls):
                     return value
@@ -305,6 +317,10 @@ def mask_among(values: Iterable[Any]) -> PackedMask | None:
         if isinstance(value, PackedMask):
             return value
     return None
+
+
+def _has_heads(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and not (value.dim() == 4 and value.shape[1] == 1)
 
 
 def _is_logits(value: object) -> bool:

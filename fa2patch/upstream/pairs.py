@@ -134,12 +134,13 @@ def _shifted(model: Any, labels: torch.Tensor, targets: PackedMask, own: Shift |
             "beside labels that are packed, shifted in each document."
         )
     documents = Documents(targets.boundaries, targets.shape)
-    *pieces, last = documents.split(labels)
+    calls = documents.in_batches([range(len(documents))], labels.device).calls
+    (rows,) = calls.split(labels.flatten(), labels.new_full((calls.size,), IGNORED_LABEL))
     # the last document may be padding, in which mBART would look for the last label
     a_token = int(getattr(model.config, "pad_token_id", None) == 0)
-    last = torch.where((last == IGNORED_LABEL).all(), a_token, last)
-    shifted: torch.Tensor = documents.join([shift(piece) for piece in (*pieces, last)])
-    return shifted
+    last = torch.where((rows[-1:] == IGNORED_LABEL).all(), a_token, rows[-1:])
+    shifted: torch.Tensor = calls.join([shift(torch.cat([rows[:-1], last]))])
+    return shifted.view(targets.shape)
 
 
 def _call(function: Function, settings: list[Any], labels: torch.Tensor) -> Any:

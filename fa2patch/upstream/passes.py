@@ -171,9 +171,9 @@ def _units(boundaries: Boundaries, budget: Budget) -> list[_Unit]:
     # Documents that share segments are one unit if a pass can hold it, else each is alone.
     tree = boundaries.tree
     if tree is None:
-        ends = np.cumsum(boundaries.lengths).tolist()
-        documents = [(at, end - length, end) for at, (end, length) in enumerate(zip(ends, boundaries.lengths)) if length]
-        return [_Unit([(start, end)], [end - start], [-1], at) for at, start, end in documents]
+        of_each, ends = boundaries.lengths, np.cumsum(boundaries.lengths).tolist()
+        spans = [(end - length, end) for end, length in zip(ends, of_each)]
+        return [_Unit([span], [of_each[at]], [-1], at) for at, span in enumerate(spans) if of_each[at]]
     found = []
     for root in [number for number, parent in enumerate(tree.parents) if parent < 0 and tree.lengths[number]]:
         own = [number for number in range(len(tree.lengths)) if tree.path(number)[0] == root]

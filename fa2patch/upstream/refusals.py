@@ -128,7 +128,9 @@ def unclaimed_flash(model: ModelLayers, facts: Facts) -> None:
     biased = [layer for layer in model.attention if type(layer.module) in biases]
     if biased:
         _refuse_bias_from_elsewhere(model, biased)
-    if len(biased) == len(model.attention) or model.vouched or claims_flash_attention(model):
+    if len(biased) == len(model.attention) or model.vouched:
+        return
+    if claims_flash_attention(model.entered, model.attention):
         return
     raise UnsupportedModel(
         f"{model} does not claim flash attention (_supports_flash_attn): its attention may look at more than "

@@ -84,6 +84,12 @@ class Tally:
     tokens: int = 0  # the tokens that were computed in their place
     why: str = ""  # why the first other batch with a mask stayed padded
 
+    def with_stacks(self, stacks: Iterable[Tally]) -> Tally:
+        """What an encoder-decoder has computed, whose stacks count their own tokens of its batches."""
+        each = [self, *stacks]
+        batches, why = max(one.batches for one in each), next((one.why for one in each if one.why), "")
+        return Tally(self.rows, batches, sum(one.cells for one in each), sum(one.tokens for one in each), why)
+
 
 class Patched(Protocol):
     """A patch, as a forward uses it: see :class:`fa2patch.Patch`."""
@@ -122,6 +128,11 @@ class Patched(Protocol):
 
     # This is called before a packed batch is computed.
     def examine(self, module: Model, call: Call, mask: PackedMask) -> None: ...
+
+
+def covers(around: Patched | None, patch: Patched | None) -> bool:
+    # whether a model with the first patch hands its batches to one with the second: the same model, or a stack of it
+    return around is not None and (around is patch or patch in around.stacks)
 
 
 class Weighted(NamedTuple):

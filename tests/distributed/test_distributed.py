@@ -43,6 +43,14 @@ def test_a_parts_router_loss():
 
 @pytest.mark.slow
 @needs_fsdp2
+@pytest.mark.parametrize("family", ["t5", "bart"])
+def test_packed_pairs(family):
+    found = launched(f"pairs_ranks {family}")
+    assert found["ok"], found
+
+
+@pytest.mark.slow
+@needs_fsdp2
 def test_passes_of_ranks_that_need_different_numbers():
     found = launched("passes")
     assert found["ok"], found

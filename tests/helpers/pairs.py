@@ -68,7 +68,10 @@ def built(family, implementation="eager"):
         made = getattr(transformers, config)(**values)
     made._attn_implementation = implementation
     torch.manual_seed(0)
-    model = getattr(transformers, name)(made)
+    return scaled_up(getattr(transformers, name)(made))
+
+
+def scaled_up(model):
     with torch.no_grad():
         for weight in model.parameters():
             if weight.dim() > 1:
@@ -98,8 +101,8 @@ class Pairs:
         return {**rows, "attention_mask": right_padded([torch.ones_like(source) for source in self.sources], 0)}
 
 
-def pairs(family, sources=SOURCES, targets=TARGETS):
-    drawn = torch.Generator().manual_seed(3)
+def pairs(family, sources=SOURCES, targets=TARGETS, seed=3):
+    drawn = torch.Generator().manual_seed(seed)
 
     def tokens(length):
         return torch.randint(3, VOCABULARY, (1, length), generator=drawn)
@@ -117,6 +120,20 @@ def counted(rows):
 def right_padded(rows, value):
     longest = max(row.shape[1] for row in rows)
     return torch.cat([torch.nn.functional.pad(row, (0, longest - row.shape[1]), value=value) for row in rows])
+
+
+def embedded(model):
+    """The input embeddings of later forwards, as leaves, in a list that fills."""
+    leaves = []
+
+    def kept(module, args, output):
+        leaves.append(output.detach().requires_grad_())
+        return leaves[-1] * 1
+
+    for module in model.modules():
+        if isinstance(module, torch.nn.Embedding) and module.num_embeddings == VOCABULARY:
+            module.register_forward_hook(kept)
+    return leaves
 
 
 def alone(model, batch):

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import stand_in_aten
 import torch
-from definition_cases import asks, error_of_flex, errors_of, sinks_of
+from definition_cases import asks, bias_of, error_of_flex, errors_of, sinks_of
 
 from compat_matrix.check.kernel_cases import (
     DIM,
@@ -143,7 +143,7 @@ def test_without_a_gpu_the_reason_is_given(kernel):
     assert reason
 
 
-# FlexAttention (its backward runs on GPUs only)
+# FlexAttention
 
 
 @pytest.fixture(scope="module")
@@ -161,9 +161,17 @@ def flex():
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "both ways"])
 def test_flex_equals_the_definition(flex, causal, window, softcap, alibi, sinks, groups):
     slopes = torch.tensor([0.5, 0.1, 1.0, 0.0]) if alibi else None
-    logits = torch.tensor([0.5, -1.0, 2.0, 4.0]) if sinks else None
-    options = Options(causal=causal, window=window, softcap=softcap, alibi_slopes=slopes, sinks=logits)
-    assert error_of_flex(options, dtype=torch.float32, groups=groups) < 1e-5
+    options = Options(causal=causal, window=window, softcap=softcap, alibi_slopes=slopes, sinks=sinks_of(sinks))
+    assert error_of_flex(options, groups=groups) < 1e-6
+
+
+@pytest.mark.parametrize("groups", [1, 2], ids=["MHA", "GQA"])
+@pytest.mark.parametrize("more", [{}, {"window": 4}, {"softcap": 2.0}, {"sinks": True}], ids=str)
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "both ways"])
+def test_flex_has_a_bias_of_each_document(flex, causal, more, groups):
+    sinks = sinks_of(more.get("sinks", False))
+    options = Options(**{**more, "causal": causal, "sinks": sinks, "bias": bias_of()})
+    assert error_of_flex(options, groups=groups) < 1e-6
 
 
 @pytest.mark.parametrize("lengths", [(*LENGTHS, 0, 0, 0), (0, *LENGTHS, 0)], ids=["at the end", "at both ends"])

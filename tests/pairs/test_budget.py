@@ -10,7 +10,9 @@ from pairs import FAMILIES, SPOKEN, built, gradients, pairs
 
 import fa2patch
 from compat_matrix.check.compare import assert_same_gradients
+from fa2patch.documents.row_shape import RowShape
 from fa2patch.errors import OverBudget, PackingError
+from fa2patch.patch.applying import budget_of
 
 
 def computed(model, batch):
@@ -90,3 +92,17 @@ def test_a_target_that_is_too_long_is_an_error():
     fa2patch.revert(model)
     fa2patch.apply(model, prove=False)
     assert all(patch.budget is None for patch in fa2patch.status(model).stacks)
+
+
+def test_what_no_pass_can_be_told_is_computed_at_once():
+    model, batch = built("bart"), pairs("bart")
+    fa2patch.apply(model, prove=False)
+    before = model(**batch.packed()).loss.item()
+    fa2patch.apply(model, max_tokens=10)
+    compiled = torch.compile(model, backend="eager")
+    with pytest.warns(OverBudget, match="a compiled pass cannot be told"):
+        assert compiled(**batch.packed()).loss.item() == pytest.approx(before, rel=1e-5)
+    torch.compiler.reset()
+    fa2patch.status(model).limit(budget_of(10, "error", RowShape(pad_to_multiple_of=5, max_tokens=10)))
+    with pytest.warns(OverBudget, match="padding of stated shapes, which has no source"):
+        assert model(**batch.packed()).loss.item() == pytest.approx(before, rel=1e-5)

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 from dataclasses import replace
 
 import pytest
 import stand_in_aten
 import torch
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from pairs import alone, built
+from pairs import pairs as of_family
 
-from fa2patch.documents.boundaries import Boundaries
+import fa2patch
+from compat_matrix.check.compare import assert_same_gradients
+from fa2patch.documents.boundaries import Boundaries, document_of
 from fa2patch.documents.tensors import ends_of
 from fa2patch.kernels import Kernel, Options, packed_attention
+from fa2patch.kernels import flex as flex_module
 from fa2patch.kernels.aten import Efficient, TorchVarlen
-from fa2patch.kernels.flex import compute
+from fa2patch.kernels.flex import Flex
 from fa2patch.kernels.picks import every_kernel
 from fa2patch.kernels.protocol import Asked
+from fa2patch.kernels.reference import Reference
 from fa2patch.kernels.trial import _compared
 
 TARGETS, SOURCES = (5, 3, 7, 2, 40, 1), (6, 2, 9, 1, 33, 50)
@@ -74,13 +81,150 @@ def test_a_bias_is_that_of_each_document(causal):
     torch.testing.assert_close(found, torch.cat(outputs)[None])
 
 
-def test_flex_attention_has_two_tables_of_documents():
-    q, k, v = (each.detach()[0].float() for each in states())
-    found = compute(flex_attention, create_block_mask, q, k, v, pairs(), Options(causal=False), 8**-0.5)
-    torch.testing.assert_close(found[None], pair_by_pair(q[None], k[None], v[None]), rtol=1e-5, atol=1e-5)
+@pytest.fixture
+def flex(monkeypatch):
+    # Its kernels have a backward on GPUs only, and its definition, which runs here, has one that torch does not offer.
+    monkeypatch.setattr(importlib.import_module("torch.nn.attention.flex_attention"), "_validate_device", lambda *_: 0)
+    monkeypatch.setattr(Flex, "DEVICES", None)
+    monkeypatch.setattr(Flex, "available", lambda kernel: (True, ""))
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    flex_module._compiled.cache_clear()
+    yield Flex()
+    flex_module._compiled.cache_clear()
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_flex_attention_has_two_tables_of_documents(flex, biased):
+    bias = torch.randn(4, 50, 50, dtype=torch.float64).requires_grad_() if biased else None
+    given = [*states(), *([bias] if biased else [])]
+    found = packed_attention(*given[:3], pairs(), Options(causal=False, bias=bias), flex)
+    expected = pair_by_pair(*given)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    direction = torch.randn_like(expected)
+    for one, other in zip(*(torch.autograd.grad(output, given, direction) for output in (found, expected))):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
 ASKED = Asked("cpu", torch.float32, 4, 2, 32, 32, False, ("pairs",))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    "features, dtype",
+    [
+        (("pairs",), torch.float32),
+        (("bias", "pairs"), torch.bfloat16),
+        (("window", "bias"), torch.bfloat16),
+        (("bias",), torch.float32),
+    ],
+    ids=str,
+)
+def test_flex_attention_passes_the_trial(flex, features, dtype, causal):
+    if not (causal and "pairs" in features):
+        assert _compared(flex, ASKED._replace(features=features, dtype=dtype, causal=causal), CPU) == (True, "")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["t5", "umt5"])
+def test_flex_attention_computes_a_model_with_a_bias(flex, family):
+    model, batch = built(family), of_family(family)
+    loss, logits, gradients = alone(model, batch)
+    patch = fa2patch.apply(model, prove=False, kernel=flex)
+    model.zero_grad()
+    output = model(**batch.packed())
+    output.loss.backward()
+    assert {layer.kernel for layer in fa2patch.status(model.decoder).layers} == {"flex"}, patch
+    torch.testing.assert_close(output.logits[0], logits, rtol=1e-4, atol=1e-4)
+    tables = {name: found for name, found in gradients.items() if "relative_attention_bias" in name}
+    assert tables and output.loss.item() == pytest.approx(loss, rel=1e-5)
+    found = {name: weight.grad for name, weight in model.named_parameters() if name in tables}
+    assert_same_gradients(found, tables, 1e-4, 0.01)
+
+
+def test_flex_attention_has_no_bias_in_a_torch_that_does_not_differentiate_it(flex, monkeypatch):
+    asked = ASKED._replace(features=("bias",), causal=True)
+    assert flex.supports(asked) == (True, "")
+    ordered = asked._replace(features=("bias", "deterministic"))
+    assert flex.supports(ordered) == (False, "its gradients of a bias are added up in any order")
+    monkeypatch.setattr(flex_module, "_differentiates_captured", lambda: False)
+    assert flex.supports(asked) == (False, "it has no bias")
+
+
+def _over_the_row(boundaries, bias, q, k, v, options):
+    # one document's bias for the whole row: another place of a token than its own
+    tokens = torch.arange(len(q))
+    return _with_scores(boundaries, bias[:, tokens[:, None] % bias.shape[1], tokens % bias.shape[1]], q, k, v, options)
+
+
+def _one_off(boundaries, bias, q, k, v, options):
+    return _right(boundaries, bias.roll(1, 2), q, k, v, options)
+
+
+def _of_another_head(boundaries, bias, q, k, v, options):
+    return _right(boundaries, bias.roll(1, 0), q, k, v, options)
+
+
+def _transposed(boundaries, bias, q, k, v, options):
+    return _right(boundaries, bias.transpose(1, 2), q, k, v, options)
+
+
+def _without_its_gradient(boundaries, bias, q, k, v, options):
+    return _right(boundaries, bias.detach() + 0 * bias, q, k, v, options)
+
+
+def _without_the_gradient_of_a_view(boundaries, bias, q, k, v, options):
+    return _right(boundaries, bias.detach() + 0 * bias if bias._is_view() else bias, q, k, v, options)
+
+
+def _with_the_last_documents_gradient(boundaries, bias, q, k, v, options):
+    first = boundaries.positions_of((1, len(q)))[0]
+    own = bias[:, first[:, None], first]
+    last = torch.arange(len(q)) >= boundaries.cu_seqlens[-2]
+    return _with_scores(boundaries, torch.where(last[:, None], own, own.detach()), q, k, v, options)
+
+
+def _right(boundaries, bias, q, k, v, options):
+    place = boundaries.positions_of((1, len(q)))[0]
+    return _with_scores(boundaries, bias[:, place[:, None], place], q, k, v, options)
+
+
+def _with_scores(boundaries, added, q, k, v, options):
+    keys, values = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = torch.einsum("ihd,jhd->hij", q, keys) * options.scale + added
+    document = document_of(boundaries.cu_seqlens, len(q))
+    weights = scores.masked_fill(document[:, None] != document, float("-inf")).softmax(-1)
+    return torch.einsum("hij,jhd->ihd", weights, values)
+
+
+class Biased(Reference):
+    name = "biased"
+
+    def __init__(self, computed):
+        self.computed = computed
+
+    def attend(self, q, k, v, boundaries, options, scale):
+        return self.computed(boundaries, options.bias, q, k, v, options)
+
+
+BIAS_FAULTS = (
+    _over_the_row, _one_off, _of_another_head, _transposed, _without_its_gradient, _without_the_gradient_of_a_view,
+    _with_the_last_documents_gradient,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", [_right, *BIAS_FAULTS], ids=lambda fault: fault.__name__)
+def test_a_planted_fault_in_a_bias_fails_the_trial(fault):
+    able, reason = _compared(Biased(fault), ASKED._replace(features=("bias",)), CPU)
+    assert able is (fault is _right), reason
+
+
+def test_the_heads_of_a_row_that_is_computed_in_parts_keep_their_bias(monkeypatch):
+    q, k, v = (torch.randn(1, sum(TARGETS), heads, 8, dtype=torch.float64) for heads in (4, 2, 2))
+    options, boundaries = Options(bias=torch.randn(4, 40, 40, dtype=torch.float64)), replace(pairs(), sources=None)
+    whole = packed_attention(q, k, v, boundaries, options, "reference")
+    kernel = Reference()
+    monkeypatch.setattr(Reference, "LARGEST", (sum(TARGETS) + 128 * 7) * 64 * 2)
+    torch.testing.assert_close(packed_attention(q, k, v, boundaries, options, kernel), whole)
 
 
 @pytest.mark.parametrize("kernel", [TorchVarlen(), Efficient()], ids=lambda kernel: kernel.name)
@@ -131,4 +275,4 @@ def test_planted_faults_fail_the_trial(fault):
 def test_every_kernel_with_keys_of_other_lengths_says_so():
     has = {kernel.name for kernel in every_kernel() if "pairs" in kernel.FEATURES}
     assert has >= {"flash_attn", "flash_attn_3", "flash_attn_4", "torch_varlen", "efficient", "flex", "reference"}
-    assert {kernel.name for kernel in every_kernel() if "bias" in kernel.FEATURES} == {"reference"}
+    assert {kernel.name for kernel in every_kernel() if "bias" in kernel.FEATURES} == {"flex", "reference"}

@@ -12,9 +12,10 @@ import transformers
 from pairs import FAMILIES, SPOKEN, alone, built, gradients, pairs
 
 import fa2patch
+from compat_matrix.check import reads
 from compat_matrix.check.compare import assert_same_gradients
 from fa2patch.errors import PackingNotIsolated, StaysPadded
-from fa2patch.patch.padding import of_model
+from fa2patch.patch.padding import of_model, pack_padded_batches
 from fa2patch.upstream.step import MARK
 
 WRITTEN = [family for family in FAMILIES if family not in SPOKEN]
@@ -275,3 +276,77 @@ def test_the_option_is_switched_off_and_on():
     fa2patch.apply(model, padded_batches=False)
     model(**padded)
     assert tallies(model) == [(90, 44), (70, 42)]
+
+
+@pytest.mark.parametrize("family", ["t5", "bart", "whisper"])
+def test_what_a_step_reads_from_the_device(family):
+    # nothing in a layer: once where the model looks for packed pairs, once for each stack's rows, once for the states
+    model, batch = built(family).train(), pairs(family)
+    padded = padded_of(family, model, batch)
+    fa2patch.apply(model, padded_batches=True, prove=False)
+    for _ in range(2):  # of the first ones it is tried whether the head reads padding
+        model(**padded)
+    with reads.counted() as found:
+        model(**padded)
+    ours = sum(number for where, number in found.where.items() if "in fa2patch" in where)  # BART of 4.43 reads, too
+    assert ours == (1 if family in SPOKEN else 4)
+
+
+@pytest.mark.parametrize("family", ["t5", "bart"])
+def test_sources_and_targets_of_one_shape(family):
+    # their padding is told apart all the same
+    model, batch = built(family), pairs(family, (7, 2, 5), (3, 7, 6))
+    padded = padded_of(family, model, batch)
+    expected = alone(model, batch)
+    fa2patch.apply(model, padded_batches=True)  # whether padding is read is tried
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", StaysPadded)
+        output, found = computed(model, padded)
+    assert output.loss.item() == pytest.approx(expected[0], rel=1e-5)
+    assert_same_gradients(found, expected[2], 1e-4, 0.01)
+    assert tallies(model) == [(21, 14), (21, 16)]
+
+
+def test_a_target_without_labels_learns_nothing():
+    model, batch = built("t5"), pairs("t5")
+    padded = padded_of("t5", model, batch)
+    padded["labels"][3] = -100
+    before, expected = computed(model, padded)
+    fa2patch.apply(model, padded_batches=True, prove=False)
+    output, found = computed(model, padded)
+    assert output.loss.item() == pytest.approx(before.loss.item(), rel=1e-5)
+    assert_same_gradients(found, expected, 1e-4, 0.01)
+    assert tallies(model) == [(45, 22), (35, 20)]
+
+
+@pytest.mark.parametrize("unknown", [False, True])
+def test_a_source_without_tokens_stays_padded(unknown):
+    model, batch = built("t5"), pairs("t5")
+    padded = padded_of("t5", model, batch)
+    padded["attention_mask"][3] = 0
+    before = model(**padded).loss
+    if unknown:
+        model.encoder.block[0].layer[1].DenseReluDense.wi.__class__ = Doubled
+        before = model(**padded).loss
+    fa2patch.apply(model, padded_batches=True, prove=None if unknown else False)
+    with pytest.warns(StaysPadded, match="a row is empty" if unknown else "encoder_attention_mask shows"):
+        assert model(**padded).loss.item() == pytest.approx(before.item(), rel=1e-6)
+    assert tallies(model) == [(0, 0), (0, 0)]
+
+
+def test_targets_that_begin_alike_share_nothing():
+    # their sources differ
+    model = built("t5")
+    fa2patch.apply(model.decoder, padded_batches=True, prove=False)
+    pack_padded_batches(model.decoder, share_prompts=True)
+    rows = torch.full((2, 40), 7)
+    call = {"input_ids": rows, "attention_mask": torch.ones_like(rows), "use_cache": False}
+    call["attention_mask"][0, 35:] = 0
+    call["encoder_hidden_states"] = torch.randn(2, 6, 32, generator=torch.Generator().manual_seed(0))
+    call["encoder_attention_mask"] = torch.ones(2, 6, dtype=torch.long)
+    found = model.decoder(**call)[0]
+    assert fa2patch.status(model.decoder).tally.tokens == 75
+    fa2patch.revert(model.decoder)
+    expected = model.decoder(**call)[0]
+    torch.testing.assert_close(found[0, :35], expected[0, :35], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found[1], expected[1], rtol=1e-4, atol=1e-4)

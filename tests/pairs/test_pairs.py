@@ -8,7 +8,7 @@ import pickle
 import pytest
 import torch
 import transformers
-from pairs import FAMILIES, SPOKEN, VOCABULARY, alone, built, gradients, pairs
+from pairs import FAMILIES, SPOKEN, VOCABULARY, alone, built, embedded, gradients, pairs
 
 import fa2patch
 from compat_matrix.check.compare import assert_same_gradients
@@ -67,19 +67,10 @@ def test_no_gradient_crosses(family):
     # of one pair's outputs to the embeddings of others
     model, batch = built(family), pairs(family)
     fa2patch.apply(model, prove=False)
-    embedded = []
-
-    def kept(module, args, output):
-        output = output.detach().requires_grad_()
-        embedded.append(output)
-        return output * 1
-
-    for module in model.modules():
-        if isinstance(module, torch.nn.Embedding) and module.num_embeddings == VOCABULARY:
-            module.register_forward_hook(kept)
+    leaves = embedded(model)
     lengths = [[row.shape[1] for row in rows] for rows in (batch.sources, batch.targets)]
     logits = model(**batch.packed()).logits[0].split(lengths[1])
-    found = torch.autograd.grad(logits[2].square().sum(), embedded)
+    found = torch.autograd.grad(logits[2].square().sum(), leaves)
     assert len(found) == (1 if family in SPOKEN else 2)
     for gradient, rows in zip(found, lengths[-len(found) :]):
         sizes = [piece.abs().max().item() for piece in gradient[0].split(rows)]
@@ -181,6 +172,23 @@ def test_a_decoder_that_is_not_told_whose_its_sources_are():
         decoder(**call, encoder_hidden_states=states, encoder_attention_mask=numbers(batch.sources))
 
 
+@pytest.mark.parametrize("family", ["t5", "umt5"])
+def test_a_bias_goes_on_where_a_prompt_is_shared(family):
+    # also where a document is as long as the longest path
+    decoder = built(family).get_decoder()
+    drawn = torch.Generator().manual_seed(3)
+    root, one, other, lone = (torch.randint(3, VOCABULARY, (1, length), generator=drawn) for length in (4, 3, 2, 12))
+    expected = [decoder(input_ids=torch.cat(path, 1))[0] for path in ([root, one], [root, other], [lone])]
+    fa2patch.apply(decoder, prove=False)
+    rows, ends = torch.cat([root, one, other, lone], 1), torch.tensor([0, 4, 7, 9, 21], dtype=torch.int32)
+    lengths = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 12, "max_length_k": 12}
+    parents = torch.tensor([-1, 0, 0, -1], dtype=torch.int32)
+    found = decoder(input_ids=rows, segment_parents=parents, **lengths)[0]
+    torch.testing.assert_close(found[:, :7], expected[0], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found[:, 7:9], expected[1][:, 4:], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found[:, 9:], expected[2], rtol=1e-4, atol=1e-4)
+
+
 def test_a_decoder_that_stands_behind_no_encoder():
     # Its layers of cross attention do not run.
     model, batch = built("bart"), pairs("bart")
@@ -274,7 +282,7 @@ def test_lora(family):
     assert_equal(computed(model, batch.packed()), expected)
 
 
-@pytest.mark.parametrize("family", ["t5", "bart", "whisper"])
+@pytest.mark.parametrize("family", ["t5", "bart", pytest.param("whisper", marks=pytest.mark.slow)])
 def test_a_compiled_model(family):
     model, batch = built(family), pairs(family)
     expected = alone(model, batch)

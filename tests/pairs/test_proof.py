@@ -56,7 +56,7 @@ def test_code_of_a_user_is_proven_in_each_stack(family, stack, way, training):
         model(**pairs(family).packed())
 
 
-@pytest.mark.parametrize("family", ["t5", "bart"])
+@pytest.mark.parametrize("family", [pytest.param("t5", marks=pytest.mark.slow), "bart"])
 def test_a_graph_of_unknown_code_wants_a_packed_batch_before(family):
     model = with_code_of_a_user(family, "decoder", "nothing")
     fa2patch.apply(model)

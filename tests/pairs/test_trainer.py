@@ -4,47 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from pairs import VOCABULARY, built, right_padded
-from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments
+from pairs import built
+from trained_pairs import STEPS, losses, padded
 
 import fa2patch
-
-STEPS = 50
-
-
-def examples():
-    drawn = torch.Generator().manual_seed(5)
-
-    def tokens():
-        length = int(torch.randint(1, 13, (), generator=drawn))
-        return torch.randint(3, VOCABULARY, (length,), generator=drawn).tolist()
-
-    return [{"input_ids": tokens(), "labels": tokens()} for _ in range(4 * STEPS)]
-
-
-def padded(model):
-    def collate(features):
-        sources, targets = ([torch.tensor(each[name])[None] for each in features] for name in ("input_ids", "labels"))
-        batch = {
-            "input_ids": right_padded(sources, model.config.pad_token_id),
-            "attention_mask": right_padded([torch.ones_like(source) for source in sources], 0),
-            "labels": right_padded(targets, -100),
-        }
-        batch["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(labels=batch["labels"])
-        return batch
-
-    return collate
-
-
-def losses(model, collate, folder, **options):
-    arguments = Seq2SeqTrainingArguments(
-        output_dir=str(folder), max_steps=STEPS // options.get("gradient_accumulation_steps", 1), logging_steps=1,
-        per_device_train_batch_size=4, learning_rate=1e-3, save_strategy="no", report_to=[], use_cpu=True,
-        remove_unused_columns=False, disable_tqdm=True, **options,
-    )  # fmt: skip
-    trainer = Seq2SeqTrainer(model, arguments, train_dataset=examples(), data_collator=collate)
-    trainer.train()
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
 @pytest.mark.slow
@@ -64,3 +27,35 @@ def test_fifty_steps(family, options, tmp_path):
     after = losses(model, fa2patch.DataCollatorForSeq2Seq(model=model), tmp_path / "packed", **options)
     assert len(after) == len(before) == STEPS // options.get("gradient_accumulation_steps", 1)
     assert after == pytest.approx(before, rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["t5", "bart"])
+def test_fifty_steps_of_lora(family, tmp_path):
+    peft = pytest.importorskip("peft")
+    names = ["q", "v"] if family == "t5" else ["q_proj", "v_proj"]
+    found = {}
+    for way in ("padded", "packed"):
+        config = peft.LoraConfig(target_modules=names, task_type="SEQ_2_SEQ_LM")
+        model = peft.get_peft_model(built(family), config).double().train()
+        if way == "packed":
+            fa2patch.apply(model)
+        collate = padded(model) if way == "padded" else fa2patch.DataCollatorForSeq2Seq(model=model)
+        found[way] = losses(model, collate, tmp_path / way)
+    assert len(found["packed"]) == STEPS and found["packed"][-1] != found["packed"][0]
+    assert found["packed"] == pytest.approx(found["padded"], rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["t5", "bart"])
+def test_fifty_steps_in_bfloat16_are_as_near_to_float32_as_padded_ones(family, tmp_path):
+    found = {}
+    for way in ("exact", "padded", "packed"):
+        model = built(family).train()
+        if way == "packed":
+            fa2patch.apply(model)
+        collate = fa2patch.DataCollatorForSeq2Seq(model=model) if way == "packed" else padded(model)
+        found[way] = torch.tensor(losses(model, collate, tmp_path / way, bf16=way != "exact"))
+    off = {way: ((found[way] - found["exact"]).abs() / found["exact"]).mean().item() for way in found}
+    assert off["padded"] > 0  # rounded
+    assert off["packed"] < 1.5 * off["padded"], off

@@ -392,6 +392,19 @@ def test_others_are_left_alone_and_named_even_quietly(hooked, lines, cls, config
     assert vars(type(model)) == state
 
 
+def test_padded_pairs_are_counted_in_both_stacks(hooked, lines):
+    config = T5Config(d_model=8, d_ff=8, d_kv=4, num_layers=1, num_heads=2, vocab_size=9, decoder_start_token_id=0)
+    hooked(padded_batches=True)
+    model = T5ForConditionalGeneration._from_config(config)
+    (line,) = lines()
+    assert "T5ForConditionalGeneration patched: 3 attention layers" in line and "packed, too" in line
+    fa2patch.apply(model, prove=False)
+    mask = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]])
+    model(input_ids=mask + 2, attention_mask=mask, labels=torch.tensor([[3, 4, 5], [3, -100, -100]]))
+    hooked.off()
+    assert "T5ForConditionalGeneration computed 11 tokens for the 14 of 1 padded batches" in lines()[-1]
+
+
 def test_encoders_of_text_are_patched(hooked, lines):
     hooked()
     model = BertForMaskedLM._from_config(BertConfig(**TINY_BERT))

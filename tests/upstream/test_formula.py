@@ -3,6 +3,7 @@
 import math
 import sys
 import types
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from compat_matrix.check.rows import alone, documents, pack
 from fa2patch import errors
 from fa2patch.documents.boundaries import Boundaries
 from fa2patch.kernels import Picks
+from fa2patch.upstream.facts import Facts
 from fa2patch.upstream.packed_mask import PackedMask
 from fa2patch.upstream.seams import formula
 from fa2patch.upstream.seams.scores import product
@@ -144,6 +146,31 @@ def test_a_layer_s_own_forward_computes_each_document_alone(cls):
         given = hidden[None, None] if cls in (CappedAttention, BatchedAttention) else given
         assert_close(own, cls.forward(layer, piece, given), "output", 1e-12)
     assert mask.calls == [layer]
+
+
+@pytest.mark.parametrize("is_decoder", [True, False])
+def test_a_decoder_s_layer_may_have_an_is_causal_that_nothing_reads(is_decoder):
+    # BioGPT's and Pegasus X's up to 4.47 are so. A layer that is turned after `apply` is refused.
+    layer, states, causal = CausalAttention(), torch.randn(1, sum(LENGTHS), 16), CausalAttention()
+    causal.load_state_dict(layer.state_dict())
+    layer.is_decoder, layer.is_causal = is_decoder, False
+    mask = replace(packed(), facts=Facts(both_ways=False))
+    forward = formula.by_formula(Attention.forward)
+    if is_decoder:
+        assert_close(forward(layer, states, mask), forward(causal, states, packed()), "output", 0.0)
+    else:
+        with pytest.raises(errors.PackingNotIsolated, match="has is_causal=False"):
+            forward(layer, states, mask)
+
+
+def test_code_that_makes_masks_hands_a_packed_one_on():
+    mask = packed()
+    inverted = 1.0 - mask[:, None, None, :].expand(1, 1, 18, 18).to(torch.float32)  # BART's kin (4.34)
+    assert inverted.masked_fill(inverted.to(torch.bool), -1.0) is mask
+    assert torch.zeros(1, 1, 18, 18) + mask is mask  # LED (4.34 to 4.57)
+    for scores in (torch.zeros(1, 4, 18, 18), torch.zeros(4, 18, 18)):
+        with pytest.raises(TypeError, match="PackedMask"):
+            scores + mask
 
 
 @pytest.mark.parametrize("cls", WITHOUT_FLASH)

@@ -42,7 +42,7 @@ def of_longest(layer: Any, mask: PackedMask) -> dict[str, Any]:
         if table is None:  # cross attention: a bias of 0, which upstream makes for each query and key
             weight: torch.Tensor = next(layer.parameters())
             return weight.new_zeros(1, 1, 1, 1)
-        longest = mask.boundaries.max_seqlen
+        longest = mask.longest
         bias: torch.Tensor = getattr(layer, COMPUTES_BIAS)(longest, longest, device=table.weight.device)
         return bias
 

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 
 from ...errors import PackingNotIsolated
+from ...kernels.grouping import A_CALL, batches
+from ..find_models import is_sharded
 from ..packed_mask import PackedMask
 from ..splitting import Documents
 
@@ -47,8 +49,18 @@ class _OfDocuments:
     def __call__(self, tokens: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         # `tokens` are [batch, length], or such a shape. The result is [batch, length, hidden].
         self.called = True
-        kwargs.pop("position_ids", None)  # BART's decoder counts them along the row from 5.0 on
+        # BART's decoder counts positions along the row from 5.0 on, and Pegasus X hands them over without a name
+        kwargs.pop("position_ids", None)
+        args = tuple([None if isinstance(each, torch.Tensor) else each for each in args])
         documents = Documents(self._mask.boundaries, self._mask.shape)
+        # The backward of each call fills a gradient of the whole table, which takes as long as so many tokens.
+        table = max((len(weight) for weight in self._module.parameters()), default=A_CALL)
+        lengths = tuple(documents.lengths)
+        if is_sharded(self._module):  # ranks gather its table in each call, and must make as many
+            shared = [[*range(len(lengths))]]
+        else:
+            shared = batches(lengths, sum(lengths) + table, a_call=table)
+        documents = documents.in_batches(shared, self._mask.boundaries.cu_seqlens.device)
         calls = documents.calls.shapes
         pieces = documents.split(tokens) if isinstance(tokens, torch.Tensor) else [torch.Size(call) for call in calls]
         outputs = []

@@ -1,7 +1,8 @@
 """Base models that compute each document by itself, because no kernel can say what their layers add to the scores.
 
-MPNet adds a bias for each distance, DeBERTa scores of distances, BERT with ``relative_key`` distances, too. Their base
-model is called for each document, so that nothing has the size of the row squared. Heads still run on the whole row.
+MPNet adds a bias for each distance, DeBERTa scores of distances, BERT with ``relative_key`` distances, too. Stacks of
+encoder-decoders have local, sparse, merged or n-gram attention. Their base model is called for each document, so that
+nothing has the size of the row squared, and a decoder with the states of its source. Heads still run on the whole row.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ from typing import Any
 import torch
 
 from ..._torch import uncompiled
-from ..._types import Call
 from ...errors import PackingNotIsolated
 from ...kernels.picks import DOCUMENTS, Mixed
 from .. import inspecting
+from ..find_models import embedding_of, is_sharded
 from ..packed_mask import PackedMask
 from ..splitting import Documents
 from ..step import Step
@@ -24,10 +25,16 @@ from ..transformers_names import ENCODED, ENCODED_MASK
 
 def computed(step: Step, mask: PackedMask) -> Any:
     mask.require_whole_rows("layers that add more to attention scores than a mask")
+    if is_sharded(step.patch.model):
+        raise PackingNotIsolated(
+            f"{type(step.module).__name__} computes each document by itself, and its parameters are sharded: ranks "
+            "compute each call together, and those with fewer documents would let the others wait forever. Train this "
+            "model padded, or replicated (DDP)."
+        )
     for layer in step.patch.attention:
         mask.given(step.module.get_submodule(layer.name))
     if step.call.get("inputs_embeds") is None and "inputs_embeds" in step.calls.names:
-        table = step.module.get_input_embeddings()
+        table = embedding_of(step.module)
         scales = any("scale" in name for name in inspecting.names_read(step.calls.original))  # BioGPT, XGLM: themselves
         if isinstance(table, torch.nn.Embedding) and not scales:
             # a single lookup, so that hooks on the table see the whole row
@@ -39,8 +46,8 @@ def computed(step: Step, mask: PackedMask) -> Any:
 def _of_each(step: Step, mask: PackedMask) -> Any:
     for layer in step.patch.attention:
         mask.picks.took(step.module.get_submodule(layer.name), Mixed(DOCUMENTS))
+    states = _of_sources(step, mask)
     rest, call = step.calls.arranged(step.args, step.call)
-    sources = _sources_of_each(call, mask)
     for name, value in call.items():
         # Every document would see all of an argument for other things than its tokens: entities, or an encoder's
         # states. A head_mask has two dimensions, of floating-point numbers.
@@ -51,34 +58,62 @@ def _of_each(step: Step, mask: PackedMask) -> Any:
                 f"{mask.shape[1]} tokens: expected one entry for each token. Whose the others are is not known. Leave "
                 "it out, or train this model padded."
             )
-    documents = Documents(mask.boundaries, mask.shape)
+    documents, settings = Documents(mask.boundaries, mask.shape), _settings(step.module)
 
     def each(*args: Any, **given: Any) -> Any:
+        if states is not None:
+            given[ENCODED] = next(states)
         if given.get("inputs_embeds") is not None:
             given["inputs_embeds"] = given["inputs_embeds"] * 1  # DeBERTa (4.34) changes them in place
-        if sources is not None:
-            given[ENCODED] = next(sources)
-        return step.calls.original(step.module, *args, **given)
+        output = step.calls.original(step.module, *args, **given)
+        _require_unchanged(step.module, settings)
+        return output
 
     return _joined(documents, documents.of_each(each, rest, call))
 
 
-def _sources_of_each(call: Call, mask: PackedMask) -> Iterator[torch.Tensor] | None:
-    # The states of each target's source are taken out of the call, in which they stand end to end.
-    given = call.get(ENCODED_MASK)
-    of_cross = given if isinstance(given, PackedMask) else mask.cross
-    sources = None if of_cross is None else of_cross.boundaries.sources
-    if sources is None:
+def _of_sources(step: Step, mask: PackedMask) -> Iterator[torch.Tensor] | None:
+    # the encoder's states of each target's source, which cross.py has laid end to end; empty targets are left out
+    of_cross = step.call.get(ENCODED_MASK) if mask.cross is None else mask.cross
+    if not isinstance(of_cross, PackedMask) or of_cross.boundaries.sources is None:
         return None
-    states = call.pop(ENCODED).flatten(0, 1)[None, : sum(sources.lengths)]
-    pieces = states.split_with_sizes(sources.lengths, 1)
+    lengths = list(of_cross.boundaries.sources.lengths)
+    states = step.call.pop(ENCODED).flatten(0, 1)[None, : sum(lengths)]  # without padding behind them
+    pieces = states.split_with_sizes(lengths, 1)
     return iter([piece for piece, length in zip(pieces, mask.boundaries.lengths) if length])
+
+
+def _settings(module: Any) -> dict[str, Any]:
+    return {name: value for name, value in vars(module).items() if isinstance(value, (str, bool, int))}
+
+
+def _require_unchanged(module: Any, before: dict[str, Any]) -> None:
+    # BigBirdPegasus goes over to full attention, for good, at the first sequence that is short.
+    now = _settings(module)
+    if now != before:
+        name = next(name for name in {**before, **now} if now.get(name) != before.get(name))
+        raise PackingNotIsolated(
+            f"{type(module).__name__} changed its own {name} from {before.get(name)!r} to {now.get(name)!r} when it "
+            "computed a document, and documents after it would be computed otherwise than those before. Set it in the "
+            "config before training, leave such documents out, or train this model padded."
+        )
+
+
+def _require_one_for_each_token(outputs: Sequence[torch.Tensor], lengths: Sequence[int]) -> None:
+    # ProphetNet's decoder returns several streams, and which number of a longer dimension is whose is not known.
+    several = {each.shape[1] / length if each.dim() == 3 else 0 for each, length in zip(outputs, lengths)}
+    if len(several) == 1 and max(several) > 1:
+        raise PackingNotIsolated(
+            f"a stack returned {max(several):g} states for each token of a document: expected one. How they would be "
+            "those of a row is not known. Train this model padded."
+        )
 
 
 def _joined(documents: Documents, outputs: Sequence[Any]) -> Any:
     first = outputs[0]
     if isinstance(first, torch.Tensor):
         of_tokens = all(each.shape[:2] == (1, length) for each, length in zip(outputs, documents.lengths))
+        _require_one_for_each_token(outputs, documents.lengths)
         # Outputs without a value for each token, such as ``pooler_output``, are joined along dim 0.
         return documents.join(outputs) if of_tokens else torch.cat(tuple(outputs))
     if hasattr(first, "items"):

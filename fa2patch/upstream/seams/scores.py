@@ -61,7 +61,6 @@ class FormulaMask(PackedMask):
         return size if dim is None else size[dim]
 
     expand_as = PackedMask._as_it_is  # DistilBERT (4.34 to 4.56) compares its mask with 0 and expands it to its scores
-    masked_fill = PackedMask._as_it_is  # Falcon (4.34) makes its mask so
 
     def __eq__(self, other: object) -> Any:
         # A comparison of a tensor with a number gives a mask.

@@ -106,6 +106,7 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "moonshine_streaming": {"num_key_value_heads": 4},
     "moonshine_streaming_encoder": {"sliding_windows": [[16, 4], [16, 0]]},
     **dict.fromkeys(["t5gemma2_text", "t5gemma2_decoder"], {"query_pre_attn_scalar": 8, "sliding_window": 6}),
+    "bigbird_pegasus": {"attention_type": "original_full"},  # block_sparse needs sources that are long
     "led": {"attention_window": 8},
     "t5_gemma_module": {"query_pre_attn_scalar": 8, "sliding_window": 6},
 }  # fmt: skip

@@ -218,7 +218,7 @@ def _results(cell: Any, points: list[str], skipped: dict[str, str]) -> dict[str,
             if rounding:
                 counts.setdefault("in_double", {})[name] = rounding
         except NotApplicable as reason:
-            counts["n/a"][name] = str(reason)
+            counts["n/a"][name] = str(reason) or ON_TEXT
         except AloneFails as reason:
             counts.setdefault(ALONE, {})[name] = str(reason)
         except Exception as error:

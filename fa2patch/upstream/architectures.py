@@ -61,12 +61,9 @@ _PADDED_ONLY = {
 }
 
 
-@dataclass(frozen=True)
-class _Refusal:
-    reason: str
-
-    def __call__(self, config: Config) -> str:
-        return f"{self.reason}. Train padded"
+def _padded_only(config: Config) -> str | None:
+    reason = _PADDED_ONLY.get(config.model_type)
+    return None if reason is None else f"{reason}. Train padded"
 
 
 def _streams(config: Config) -> str:
@@ -140,7 +137,7 @@ _rows = {
         *map(Architecture, _NOTHING_SPECIAL),
         Architecture("falcon", refuse=_alibi),
         Architecture("gpt_neo", adjust=_gpt_neo_window),
-        *(Architecture(model_type, refuse=_Refusal(why)) for model_type, why in _PADDED_ONLY.items()),
+        *(Architecture(model_type, refuse=_padded_only) for model_type in _PADDED_ONLY),
         Architecture("llama4_text", queries=_llama4_temperature),
         Architecture("ministral3", queries=_ministral3_temperature),
         Architecture("prophetnet", refuse=_streams),

@@ -286,6 +286,12 @@ class PackedMask:
         # Most flash models of 4.34 to 4.42, and GPTBigCode to 4.52, keep a mask only if it has a 0.
         return value == 0
 
+    def __eq__(self, other: object) -> Any:
+        # Moonshine's flash models up to 4.57 keep a mask only if (mask == 0.0).any().
+        return torch.tensor(other == 0) if isinstance(other, (int, float)) else self is other
+
+    __hash__ = object.__hash__
+
     __iter__ = None  # else Python would iterate through __getitem__, without end
 
     def __bool__(self) -> bool:

@@ -12,7 +12,7 @@ from compat_matrix import environments
 from compat_matrix.cells import Cell, Checked, Upstream
 from compat_matrix.publish import matrix, words
 from compat_matrix.results import ROWS_WITH_MEDIA, read
-from compat_matrix.tiny_configs import MEDIA
+from compat_matrix.tiny_configs import MEDIA, PAIRS
 
 FOLDER = environments.HERE
 PAGE = FOLDER / "matrix.html"
@@ -54,7 +54,7 @@ def test_a_cell_shows_the_results_of_every_implementation(data):
         _, (_, runs) = cells[words.address(name, version)]
         found = {texts[implementation]: [texts[result] for _, result in rows] for implementation, rows in runs}
         runs = EVIDENCE[version]["architectures"][name]["upstream"]
-        kinds = ROWS_WITH_MEDIA if name.endswith(MEDIA) else words.ROWS
+        kinds = ROWS_WITH_MEDIA if name.endswith((*MEDIA, PAIRS)) else words.ROWS
         expected = {
             implementation: [rows.get(row, "unknown") for row in kinds] for implementation, rows in runs.items()
         }

@@ -12,6 +12,7 @@ from compat_matrix.check.points.pairs import POINTS
 from compat_matrix.tiny_pairs import pairs
 from fa2patch import evidence
 from fa2patch.errors import BadBatch, LayerNotPatchable, UnsupportedModel
+from fa2patch.upstream.packed_mask import PackedMask
 
 
 def present(family):
@@ -87,3 +88,10 @@ def test_sounds_with_targets_in_two_rows_are_refused(family):
     with pytest.raises(BadBatch, match="expected the targets in one row, found 2 rows"):
         model(**{**packed, **rows})
     assert torch.isfinite(model(**packed).loss)
+
+
+def test_a_packed_mask_is_taken_for_one_with_padding():
+    # Moonshine's flash models up to 4.57 keep a mask only if one of its values is 0.
+    mask, other = (PackedMask.__new__(PackedMask) for _ in range(2))
+    assert (mask == 0.0).any() and not (mask == 1.0).any()
+    assert mask == mask and mask != other and len({mask, other}) == 2  # noqa: PLR0124

@@ -186,6 +186,17 @@ def stored(method: object, attribute: str) -> set[object]:
     }
 
 
+def sets(function: object, name: str, within: bool = False) -> bool:
+    """Whether a function assigns a local variable or, with ``within``, parts of it."""
+    code = _instructions(function)
+    if not within:
+        return any(each.opname == "STORE_FAST" and each.argval == name for each in code)
+    return any(
+        each.opname == "STORE_SUBSCR" and any(before.argval == name for before in code[max(at - 8, 0) : at])
+        for at, each in enumerate(code)
+    )
+
+
 def _instructions(function: object) -> list[dis.Instruction]:
     code = code_of(function)
     return [] if code is None else list(dis.get_instructions(code))

@@ -16,7 +16,8 @@ import torch
 
 from .._types import Args, Call, Function
 from ..documents.names import IGNORED_LABEL, LABELS, LENGTHS, OF_TARGETS, TOKENS
-from ..errors import BadBatch
+from ..documents.tensors import require
+from ..errors import BadBatch, PackingNotIsolated
 from . import inspecting, other_code
 from .calls import Calls, passed
 from .cross import require_pairs
@@ -35,7 +36,7 @@ SAYS_ALL = (*SAYS, *[OF_TARGETS + name for name in SAYS])
 
 def entered(original: Function) -> Function:
     """Return the replacement for the ``forward`` of an encoder-decoder."""
-    calls, own_shift = Calls(original), _own_shift(original)
+    calls, own_shift, hides = Calls(original), _own_shift(original), _hides_padding(original)
 
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -50,13 +51,13 @@ def entered(original: Function) -> Function:
         call = calls.named(args, kwargs) if outermost else None
         if call is None:  # a model inside is handed what the outermost one has found
             return original(self, *args, **kwargs)
-        return calls.make(self, args, _with_masks(self, patch, call, own_shift))
+        return calls.make(self, args, _with_masks(self, patch, call, own_shift, hides))
 
     other_code.ours(forward)  # its signature stays: 4.48's generate() would make position_ids if it had them
     return forward
 
 
-def _with_masks(model: Any, patch: Patched, call: Call, own_shift: Shift | None) -> Call:
+def _with_masks(model: Any, patch: Patched, call: Call, own_shift: Shift | None, hides: int | None) -> Call:
     sources, targets = masks_of(model, call)
     if targets is not None:
         patch.examine(model, call, targets)
@@ -69,7 +70,9 @@ def _with_masks(model: Any, patch: Patched, call: Call, own_shift: Shift | None)
     call["use_cache"] = False
     labels = call.get(LABELS[0])
     if labels is not None and not passed(call, [OF_TARGETS + name for name in TOKENS]):
-        call[OF_TARGETS + TOKENS[0]] = _shifted(model, labels, targets, own_shift)
+        shifted = call[OF_TARGETS + TOKENS[0]] = _shifted(model, labels, targets, own_shift)
+        if hides is not None:
+            _require_none_hidden(model, labels, shifted, targets, hides)
     if labels is not None and patch.facts.shifts_in_its_loss:  # as VisionEncoderDecoder in 4.57
         call[LABELS[0]] = inside_documents(labels, targets.boundaries, LABELS[0], targets.shape, None)
     return call
@@ -141,6 +144,32 @@ def _shifted(model: Any, labels: torch.Tensor, targets: PackedMask, own: Shift |
     last = torch.where((rows[-1:] == IGNORED_LABEL).all(), a_token, rows[-1:])
     shifted: torch.Tensor = calls.join([shift(torch.cat([rows[:-1], last]))])
     return shifted.view(targets.shape)
+
+
+def _hides_padding(forward: Function) -> int | None:
+    # Some models hide the inputs that they make of labels where these are the padding's token, from the first input of
+    # each target on, or from the second (Pix2Struct).
+    mask = OF_TARGETS + MASK
+    if not (inspecting.sets(forward, mask) and inspecting.reads_name(forward, "pad_token_id")):
+        return None
+    return int(inspecting.sets(forward, mask, within=True))
+
+
+def _require_none_hidden(
+    model: Any, labels: torch.Tensor, inputs: torch.Tensor, targets: PackedMask, first: int
+) -> None:
+    padding = model.config.pad_token_id
+    # behind the row's last label nothing is learned: it may be a document of padding
+    learns = (labels != IGNORED_LABEL).flip(1).cumsum(1).flip(1) > 0
+    hidden = (inputs == padding) & learns & (targets.boundaries.positions_of(targets.rows) >= first)
+    require(
+        ~hidden.any(),
+        PackingNotIsolated,
+        f"{type(model).__name__} makes decoder_input_ids of labels and hides those that are pad_token_id={padding} "
+        f"from attention, and this batch has some (decoder_start_token_id is {model.config.decoder_start_token_id}). A "
+        "packed row would show them. Set model.config.decoder_start_token_id to another token, such as the "
+        "tokenizer's cls_token_id, leave that token out of the labels, or give decoder_input_ids.",
+    )
 
 
 def _call(function: Function, settings: list[Any], labels: torch.Tensor) -> Any:

@@ -8,7 +8,7 @@ import pickle
 import pytest
 import torch
 import transformers
-from pairs import FAMILIES, SPOKEN, VOCABULARY, alone, built, embedded, gradients, pairs
+from pairs import FAMILIES, SPOKEN, VOCABULARY, alone, built, embedded, gradients, pairs, scaled_up
 
 import fa2patch
 from compat_matrix.check.compare import assert_same_gradients
@@ -294,3 +294,32 @@ def test_a_compiled_model(family):
     output.loss.backward()
     assert_equal((output.loss.item(), output.logits[0].detach(), gradients(model)), expected)
     torch.compiler.reset()
+
+
+@pytest.mark.parametrize("start", [0, 5])
+def test_inputs_that_a_model_hides_are_an_error(start):
+    # BERT as both stacks: what is made of labels and is the padding's token is hidden in padded training
+    sizes = {
+        "vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4,
+        "intermediate_size": 48, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
+    }  # fmt: skip
+    stacks = (
+        transformers.BertConfig(**sizes),
+        transformers.BertConfig(**sizes, is_decoder=True, add_cross_attention=True),
+    )
+    config = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(*stacks)
+    config.pad_token_id, config.decoder_start_token_id = 0, start
+    model, batch = scaled_up(transformers.EncoderDecoderModel(config)), pairs("bart")
+    expected = alone(model, batch)
+    fa2patch.apply(model, prove=False)
+    packed = batch.packed()
+    if start:
+        assert_equal(computed(model, packed), expected)
+        padding = {"labels": -100, "input_ids": 0}
+        for name in packed:  # a document of padding in both rows
+            more = torch.full((1, 3), padding[name]) if name in padding else torch.arange(3)[None]
+            packed[name] = torch.cat([packed[name], more], 1)
+        assert model(**packed).loss.item() == pytest.approx(expected[0], rel=1e-5)
+        packed["labels"][0, 1] = 0
+    with pytest.raises(PackingNotIsolated, match="hides those that are pad_token_id=0"):
+        model(**packed)

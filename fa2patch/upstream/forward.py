@@ -432,6 +432,8 @@ def _misses(step: Step, mask: PackedMask, ran: set[int] | None) -> bool:
 
 def _needing(step: Step, mask: PackedMask, ran: set[int] | None) -> tuple[Layer, ...]:
     layers = step.patch.attention
+    if tuple(mask.shape) == (1, 1):  # one document of one token sees itself and its source: LED passes no mask then
+        return ()
     if mask.shape[1] == 1:  # mixers need none then, and LFM2 of 5.10 passes none
         layers = tuple(layer for layer in layers if layer.seam != "mixer")
     if step.patch.facts.crosses and step.call.get(ENCODED) is None:

@@ -201,3 +201,16 @@ def test_no_rank_of_a_sharded_model_waits_for_documents_of_others(one_rank):
         fsdp.fully_shard(block, mesh=mesh)
     with pytest.raises(PackingNotIsolated, match="computes each document by itself, and its parameters are sharded"):
         model(**batch_of().packed())
+
+
+def test_a_target_of_one_token():
+    # LED's decoder makes no mask of a row of one token
+    model, batch = built("LED"), pairs("t5", (9,), (1,))
+    expected = alone(model, batch)
+    fa2patch.apply(model, prove=False)
+    ids = torch.zeros(1, 1, dtype=torch.long)
+    ends = {f"decoder_cu_seq_lens_{side}": torch.tensor([0, 1], dtype=torch.int32) for side in "qk"}
+    of_sources = {f"cu_seq_lens_{side}": torch.tensor([0, 9], dtype=torch.int32) for side in "qk"}
+    said = {**ends, **of_sources, "decoder_max_length_q": 1, "decoder_max_length_k": 1, "max_length_q": 9}
+    output = model(**{**batch.packed(), **said, "max_length_k": 9, "decoder_position_ids": ids})
+    assert output.loss.item() == pytest.approx(expected[0], rel=1e-5)

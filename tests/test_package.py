@@ -61,7 +61,7 @@ def test_the_wheel_holds_the_whole_package_and_the_part_of_compat_matrix_that_th
             f"{name}.py"
             for name in ("__init__", "cells", "commits", "diffable", "environments", "media_families", "results", "run")
         ),
-        *(f"tiny_{name}.py" for name in ("configs", "copies", "media", "models", "overrides", "pictures")),
+        *(f"tiny_{name}.py" for name in ("configs", "copies", "media", "models", "overrides", "pairs", "pictures")),
         *("versions.toml", "xfail.toml", "check", "user_models", "keys.py"),
     }
     assert {name.rpartition(".")[2] for name in rest} == {"py", "toml"}

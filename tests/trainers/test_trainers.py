@@ -14,10 +14,10 @@ from padded_cases import layers_tokens
 
 import fa2patch
 from compat_matrix import tiny_models
-from fa2patch.errors import BadArgument, StaysPadded, UnsupportedModel
+from fa2patch.errors import BadArgument, LayerNotPatchable, StaysPadded
 from fa2patch.padded.batches import PaddedBatches
-from fa2patch.patch.padding import of_model
 from fa2patch.trainers.packed_trainer import pack_models
+from fa2patch.upstream.step import PADDING
 
 
 def test_no_trl(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,14 +47,15 @@ def llama() -> Any:
     return tiny_models.build("llama", "sdpa")
 
 
-def t5() -> Any:
-    sizes = {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2, "vocab_size": 32}
-    return transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes))
+def fnet() -> Any:
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 32}
+    return transformers.FNetForMaskedLM(transformers.FNetConfig(**sizes))
 
 
 def packing(model: Any) -> list[PaddedBatches]:
     """What makes a model, or its parts, compute padded batches packed."""
-    return [found for module in model.modules() if (found := of_model(module)) is not None]
+    held = [vars(module).get(PADDING) for module in model.modules()]
+    return [found for found in held if isinstance(found, PaddedBatches)]
 
 
 def test_a_trainer_that_is_no_class() -> None:
@@ -102,15 +103,15 @@ def test_a_model_that_the_trainer_gets_later_is_packed() -> None:
 
 
 def test_a_model_that_cannot_be_packed() -> None:
-    with pytest.raises(UnsupportedModel, match="encoder-decoder"):
-        fa2patch.packed_trainer(Trainer)(t5())
-    reference, model = t5(), llama()
-    with pytest.warns(StaysPadded, match=r"Trainer.ref_model stays as it was.*encoder-decoder"):
+    with pytest.raises(LayerNotPatchable, match="looked in every layer"):
+        fa2patch.packed_trainer(Trainer)(fnet())
+    reference, model = fnet(), llama()
+    with pytest.warns(StaysPadded, match=r"Trainer.ref_model stays as it was.*looked in every layer"):
         fa2patch.packed_trainer(Trainer)(model, reference)
     assert not packing(reference) and len(packing(model)) == 1
     found = pack_models({"model": reference, "other": model})
     assert found.packed.keys() == {"other"}
-    assert "encoder-decoder" in found.padded["model"].message
+    assert "looked in every layer" in found.padded["model"].message
 
 
 def test_rows_that_a_trainer_packs_itself_are_refused() -> None:

@@ -12,7 +12,10 @@ from pairs import FAMILIES, SPOKEN, VOCABULARY, alone, built, embedded, gradient
 
 import fa2patch
 from compat_matrix.check.compare import assert_same_gradients
+from fa2patch.documents.boundaries import Boundaries
 from fa2patch.errors import BadBatch, PackingNotIsolated
+from fa2patch.upstream.packed_mask import PackedMask
+from fa2patch.upstream.seams.counting import StackOfRow
 
 INTERFACE = hasattr(transformers.models.bart.modeling_bart, "ALL_ATTENTION_FUNCTIONS")  # layers return two outputs then
 WRITTEN = [family for family in FAMILIES if family not in SPOKEN]
@@ -323,3 +326,19 @@ def test_inputs_that_a_model_hides_are_an_error(start):
         packed["labels"][0, 1] = 0
     with pytest.raises(PackingNotIsolated, match="hides those that are pad_token_id=0"):
         model(**packed)
+
+
+class Counted(torch.nn.Embedding):
+    def forward(self, tokens, past=0, position_ids=None):
+        return super().forward(torch.arange(tokens.shape[1]).expand(tokens.shape))
+
+
+@pytest.mark.parametrize("handed", [input, torch.zeros(1, 8, dtype=torch.long)], ids=["no tokens", "tokens"])
+def test_positions_are_counted_in_each_document_whatever_is_handed_over(handed):
+    # BART of 5.8 hands over Python's own `input`, beside position ids along the row
+    table = Counted(20, 4)
+    ends = torch.tensor([0, 3, 8], dtype=torch.int32)
+    stack = torch.nn.ModuleDict({"positions": table})
+    row = StackOfRow(stack, PackedMask(Boundaries(ends, 5), None, (1, 8), 5), ("positions",))
+    found = row.positions(handed, 0, position_ids=torch.arange(8))
+    assert torch.equal(found[0], torch.cat([table.weight[:3], table.weight[:5]]))

@@ -6,7 +6,7 @@ length as a batch, and counts in each as in a row of its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -62,7 +62,11 @@ class _OfDocuments:
             shared = batches(lengths, sum(lengths) + table, a_call=table)
         documents = documents.in_batches(shared, self._mask.boundaries.cu_seqlens.device)
         calls = documents.calls.shapes
-        pieces = documents.split(tokens) if isinstance(tokens, torch.Tensor) else [torch.Size(call) for call in calls]
+        pieces: Sequence[Any] = [torch.Size(call) for call in calls]
+        if isinstance(tokens, torch.Tensor):
+            pieces = documents.split(tokens)
+        elif not isinstance(tokens, tuple):  # BART of 5.8 hands over Python's own `input`, beside position ids
+            pieces = [torch.empty(call, device=self._mask.boundaries.cu_seqlens.device) for call in calls]
         outputs = []
         for piece, (count, longest) in zip(pieces, calls):
             found = self._module(piece, *args, **kwargs)  # [count, longest, hidden], or without the first

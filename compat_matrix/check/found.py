@@ -35,7 +35,7 @@ EXECUTED = "what was executed"
 # Transformers raises errors with these parts if an architecture does not have an implementation.
 NO_SUCH_IMPLEMENTATION = (
     "scaled_dot_product", "does not support Flash Attention", "FlashAttention cannot", "FlashAttention4",
-    "does not support the specified flash attention", "kernels` is", "KeyError: 'flash_attention_2'",  # BART's kin, 4.35
+    "does not support the specified flash attention", "kernels` is", "KeyError: 'flash_attention_2'",
 )  # fmt: skip
 
 # The points under this key compare with what Transformers alone cannot compute. Each has its error.

@@ -78,20 +78,26 @@ class PackedMask:
         """Compute packed attention for a layer: ``[batch, length, query heads, value head dim]``."""
         captured = compiling()  # asked here, as dynamo may trace this function alone
         self.calls.append(None if captured else module)
-        if self.boundaries.sources is not None:
+        documents, facts = self.boundaries, self.facts
+        if documents.sources is not None:
             options = replace(options, causal=False)
-        elif not self.facts.both_ways and self._sees_later(module, options):
+        # what is_causal says of a layer with its own formula is in the options: BioGPT's is False, and nothing reads it
+        elif (
+            getattr(module, "is_causal", True) is False
+            and not facts.both_ways
+            and (self.layer is None or not options.causal)
+        ):
             raise PackingNotIsolated(
                 f"{type(module).__name__} has is_causal=False, and had it not when the model was patched: labels and "
                 "masks were planned for a causal model. Call fa2patch.apply(model) again."
             )
-        documents, quirks = self.boundaries, self.facts.architecture
+        quirks = facts.architecture
         if quirks.adjust is not None:
             options = quirks.adjust(module, options)
         if quirks.queries is not None:
             positions = documents.positions_of(self.rows)  # counted from 0 along each document
             q = quirks.queries(module, q, positions if self.part is None else self.part.own(positions))
-        if self.window is not None or self.facts.windows_of_flash:
+        if self.window is not None or facts.windows_of_flash:
             options = replace(options, window=self.window_of(module, options.window))
         if isinstance(options.scale, torch.Tensor):
             q, options = scaled(q, options)
@@ -120,10 +126,6 @@ class PackedMask:
                 prepared.clear()
             prepared[kind] = Prepared(self.picks.last[id(module)], kernel, options, dtype, weight)
         return output if self.part is None else self.part.own_tokens(output)
-
-    def _sees_later(self, module: torch.nn.Module | None, options: Options) -> bool:
-        # what is_causal says of a layer with its own formula is in the options: BioGPT's is False, and nothing reads it
-        return not options.causal if self.layer is not None else getattr(module, "is_causal", True) is False
 
     def window_of(self, layer: torch.nn.Module | None, said: int | None) -> int | None:
         # `said` is the window that the layer hands to its function.

@@ -52,7 +52,6 @@ def test_packed_as_alone(family, point):
         ("dia:pairs", "reads several tokens at a time"),
         ("moonshine_streaming:pairs", "its decoder adds positions to what the encoder made"),
         ("nllb-moe:pairs", "its routers read the padding"),
-        ("t5gemma2:pairs", "its layers attend to targets and sources at once"),
     ],
 )
 def test_refused_in_apply(family, why):

@@ -15,6 +15,7 @@ import torch
 from .._torch import autocast_dtype, compiling
 from .._types import Args, Call, Function
 from ..documents.boundaries import Boundaries
+from ..documents.tensors import require
 from ..errors import BadParents, PackingNotIsolated
 from ..kernels import Options, Picks, asked_by, packed_attention
 from ..kernels.options import KEYWORDS, scaled
@@ -254,9 +255,15 @@ class PackedMask:
 
     view = _as_it_is  # GPT-J and GPT-NeoX (4.36 to 4.43), GPTBigCode (4.36 to 4.52), GPT-2 (4.36 on)
     unsqueeze = transpose = _as_it_is  # GPTBigCode (4.36 to 4.52)
-    expand = masked_fill = _as_it_is  # BART's kin (4.34), in cross attention; Falcon (4.34)
+    expand = _as_it_is  # BART's kin (4.34), in cross attention
     __rsub__ = __mul__ = _as_it_is  # GPT-2, GPT-J, GPT-NeoX (4.36 to 4.48), get_extended_attention_mask (every version)
     __rmul__ = _as_it_is  # the same product in another order: remote code
+
+    def masked_fill(self, where: object, value: float) -> PackedMask:
+        # BART's kin (4.34), in cross attention, and Falcon (4.34) fill a mask where it itself says so.
+        if not isinstance(where, PackedMask):
+            raise TypeError("a PackedMask was filled where something else than a PackedMask says so")
+        return self
 
     def __getattr__(self, name: str) -> Any:
         # GPTBigCode casts the mask by `bool()` (4.36 to 4.52). Methods of these names would hide the types `bool` and
@@ -272,7 +279,7 @@ class PackedMask:
         # Models add a causal mask or a window to a mask with the functions that are allowed here. Any other function,
         # such as one that an unpatched attention layer calls on its mask, raises TypeError.
         of_masks = function in _OF_MASKS or (function is _WHERE and not any(_is_logits(value) for value in args))
-        if of_masks or (function is _ADD and not any(_has_heads(value) for value in args)):
+        if of_masks or (function is _ADD and all(_hides_later(value) for value in args)):
             for value in args:
                 if isinstance(value, cls):
                     return value
@@ -289,8 +296,9 @@ class PackedMask:
         return value == 0
 
     def __eq__(self, other: object) -> Any:
-        # Moonshine's flash models up to 4.57 keep a mask only if (mask == 0.0).any().
-        return torch.tensor(other == 0) if isinstance(other, (int, float)) else self is other
+        # Moonshine's flash models up to 4.57 keep a mask only if (mask == 0.0).any(). Others fill tensors where a mask
+        # is equal to a number, which a packed one must not answer.
+        return _Any(other == 0) if isinstance(other, float) else self is other
 
     __hash__ = object.__hash__
 
@@ -321,8 +329,29 @@ def mask_among(values: Iterable[Any]) -> PackedMask | None:
     return None
 
 
-def _has_heads(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and not (value.dim() == 4 and value.shape[1] == 1)
+class _Any:
+    """Whether a value of a mask is equal to a number: nothing else can be asked of the comparison."""
+
+    def __init__(self, held: bool) -> None:
+        self._held = held
+
+    def any(self) -> torch.Tensor:
+        return torch.tensor(self._held)
+
+
+def _hides_later(value: object) -> bool:
+    # A mask [batch, 1, queries, keys] that hides anything else would be lost.
+    if not isinstance(value, torch.Tensor):
+        return True
+    if value.dim() != 4 or value.shape[1] != 1 or value.shape[2] != value.shape[3]:
+        return False
+    require(
+        ((value == 0) == torch.ones_like(value, dtype=torch.bool).tril()).all(),
+        PackingNotIsolated,
+        "a mask was added to a packed one, and it hides other tokens than later ones, which would be lost. Train this "
+        "model padded, and please report it.",
+    )
+    return True
 
 
 def _is_logits(value: object) -> bool:

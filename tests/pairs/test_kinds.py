@@ -11,7 +11,7 @@ from compat_matrix.check.cell import Cell
 from compat_matrix.check.points.pairs import POINTS
 from compat_matrix.tiny_pairs import pairs
 from fa2patch import evidence
-from fa2patch.errors import BadBatch, LayerNotPatchable, UnsupportedModel
+from fa2patch.errors import BadBatch, LayerNotPatchable, PackingNotIsolated, UnsupportedModel
 from fa2patch.upstream.packed_mask import PackedMask
 
 
@@ -94,3 +94,21 @@ def test_a_packed_mask_is_taken_for_one_with_padding():
     mask, other = (PackedMask.__new__(PackedMask) for _ in range(2))
     assert (mask == 0.0).any() and not (mask == 1.0).any()
     assert mask == mask and mask != other and len({mask, other}) == 2  # noqa: PLR0124
+    assert mask.masked_fill(other, 0.0) is mask
+    with pytest.raises(TypeError):
+        mask.masked_fill(torch.ones(2, dtype=torch.bool), 0.0)
+    # Qwen's models with pictures or sound fill positions and labels where a mask is 0.
+    assert (mask == 0) is False
+    with pytest.raises(TypeError):
+        torch.ones(2).masked_fill(mask == 0.0, 0)
+
+
+def test_what_is_added_to_a_packed_mask_hides_later_tokens_alone():
+    # LED's decoder adds its causal mask up to 4.57. Another one would be lost.
+    mask = PackedMask.__new__(PackedMask)
+    causal = torch.full((1, 1, 4, 4), float("-inf")).triu(1)
+    assert causal + mask is mask
+    with pytest.raises(PackingNotIsolated, match="hides other tokens than later ones"):
+        causal.masked_fill(torch.eye(4, dtype=torch.bool), -1e4) + mask
+    with pytest.raises(TypeError, match="PackedMask"):
+        torch.zeros(1, 4, 4, 4) + mask

@@ -73,8 +73,7 @@ class Cell:
         # Phi-4-multimodal with pictures is built as it is: its encoder computes another attention in eager code, where
         # its is_causal is True.
         implementation = "sdpa" if models.kind(self.family) == "falcon" else "eager"
-        # Pegasus X is computed by document, and its own flash attention is not what its eager code computes.
-        if self.family in ("phi4_multimodal:picture", "pegasus_x:pairs"):
+        if self.family == "phi4_multimodal:picture":
             implementation = self.implementation
         return tiny_models.build(self.family, implementation, dtype or self.dtype, **changes)
 

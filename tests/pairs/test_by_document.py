@@ -214,3 +214,18 @@ def test_a_target_of_one_token():
     said = {**ends, **of_sources, "decoder_max_length_q": 1, "decoder_max_length_k": 1, "max_length_q": 9}
     output = model(**{**batch.packed(), **said, "max_length_k": 9, "decoder_position_ids": ids})
     assert output.loss.item() == pytest.approx(expected[0], rel=1e-5)
+
+
+def test_a_decoder_of_no_direction_is_packed_with_eager_attention_only():
+    # Pegasus X's layers say is_causal=False from 4.53 on, which all attention but eager goes by.
+    model, batch = built("PegasusX"), batch_of()
+    layer = model.model.decoder.layers[0].self_attn
+    expected = alone(model, batch)
+    fa2patch.apply(model, prove=False)
+    if getattr(layer, "is_causal", None) is not False:
+        return  # an older release
+    model.model.decoder.config._attn_implementation = "sdpa"
+    with pytest.raises(PackingNotIsolated, match="is_causal=False: with sdpa, its tokens see later ones"):
+        model(**batch.packed())
+    model.model.decoder.config._attn_implementation = "eager"
+    assert model(**batch.packed()).loss.item() == pytest.approx(expected[0], rel=1e-5)

@@ -31,8 +31,10 @@ def computed(step: Step, mask: PackedMask) -> Any:
             "compute each call together, and those with fewer documents would let the others wait forever. Train this "
             "model padded, or replicated (DDP)."
         )
-    for layer in step.patch.attention:
-        mask.given(step.module.get_submodule(layer.name))
+    layers = [step.module.get_submodule(layer.name) for layer in step.patch.attention]
+    _require_a_direction(step.module, layers)
+    for layer in layers:
+        mask.given(layer)
     if step.call.get("inputs_embeds") is None and "inputs_embeds" in step.calls.names:
         table = embedding_of(step.module)
         scales = any("scale" in name for name in inspecting.names_read(step.calls.original))  # BioGPT, XGLM: themselves
@@ -40,6 +42,18 @@ def computed(step: Step, mask: PackedMask) -> Any:
             # a single lookup, so that hooks on the table see the whole row
             step.call["inputs_embeds"] = table(step.call.pop("input_ids"))
     return _of_each(step, mask)
+
+
+def _require_a_direction(model: Any, layers: Sequence[Any]) -> None:
+    # Attention other than eager goes by is_causal where a document alone needs no mask (UMT5 5.15 to 5.17, Pegasus X).
+    implementation = getattr(model.config, "_attn_implementation", None) or "eager"
+    said = [getattr(layer, "is_causal", None) is False and getattr(layer, "is_decoder", False) for layer in layers]
+    if implementation != "eager" and said and all(said):
+        raise PackingNotIsolated(
+            f"{type(model).__name__} is a decoder whose layers say is_causal=False: with {implementation}, its tokens "
+            "see later ones, also without fa2patch, and only eager attention goes by its mask. Load it with "
+            "attn_implementation='eager'."
+        )
 
 
 @uncompiled

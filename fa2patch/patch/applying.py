@@ -107,11 +107,7 @@ def apply(
     budget = None if max_tokens is None else budget_of(max_tokens, too_long)
     with changing(waits=True), walked_once():
         inner = transformers_model(model)
-        stacks = stacks_of(inner)
-        if stacks is None:
-            patch = _applied(model, inner, kernel, architecture, prove, padded_batches)
-        else:
-            patch = _applied_to_pairs(model, inner, stacks, kernel, architecture, prove, padded_batches)
+        patch = _applied(model, inner, kernel, architecture, prove, padded_batches)
     if budget is not None:
         patch.limit(budget)
     return patch
@@ -138,49 +134,40 @@ def _applied(
     if patch is not None:
         patch.renew(kernel, architecture, prove, padded)
     else:
-        layers = ModelLayers(inner, architecture)
-        planned = plan_model(layers, padded)
-        patch = Patch(layers, planned, kernel or "auto", architecture, "unknown" if prove is None else prove)
-        replaced = (layer.module for layer in layers.layers if layer.site.attribute == "forward")
-        _install(patch, [*layers.entered, *replaced])
+        stacks, told = stacks_of(inner), "unknown" if prove is None else prove
+        if stacks is None:
+            patch = _new(ModelLayers(inner, architecture), kernel, architecture, told, padded)
+        else:
+            patch = _new_for_pairs(ModelLayers(inner, architecture), stacks, kernel, architecture, told)
     padding.switch(inner, padded)
     patch.padded_batches = padded_batches
     if padded:
-        patch.unpacked = None  # batches without padding say nothing of documents, and need not
+        for each in (patch, *patch.stacks):
+            each.unpacked = None  # batches without padding say nothing of documents, and need not
     return patch
 
 
-def _applied_to_pairs(
-    model: object,
-    inner: Model,
-    stacks: Sequence[Any],
+def _new(
+    layers: ModelLayers,
     kernel: str | kernels.Kernel | None,
     architecture: str | None,
-    prove: bool | str | None,
-    padded_batches: bool | None,
+    prove: bool | str,
+    padded: bool,
 ) -> Patch:
-    # An encoder-decoder has three patches: of each stack, and of what is around them.
-    patch = status(inner)
-    if padded_batches is None and patch is not None:
-        padded_batches = patch.padded_batches
-    padded = padding.wanted(model, inner, padded_batches)
-    if patch is not None:
-        patch.renew(kernel, architecture, prove)
-    else:
-        patch = _new_for_pairs(inner, stacks, kernel, architecture, prove)
-    padding.switch(inner, padded)
-    patch.padded_batches = padded_batches
+    patch = Patch(layers, plan_model(layers, padded), kernel or "auto", architecture, prove)
+    replaced = (layer.module for layer in layers.layers if layer.site.attribute == "forward")
+    _install(patch, [*layers.entered, *replaced])
     return patch
 
 
 def _new_for_pairs(
-    inner: Model,
+    layers: ModelLayers,
     stacks: Sequence[Any],
     kernel: str | kernels.Kernel | None,
     architecture: str | None,
-    prove: bool | str | None,
+    prove: bool | str,
 ) -> Patch:
-    layers = ModelLayers(inner, architecture)
+    # An encoder-decoder has three patches: of each stack, and of what is around them.
     planned = plan_pairs(layers)
     made: list[Patch] = []
     try:
@@ -189,8 +176,7 @@ def _new_for_pairs(
                 known = status(stack)
                 of_stack = _applied(stack, stack, kernel, None, False, None)
                 made += [of_stack] if known is None else []
-        told = "unknown" if prove is None else prove
-        patch = Patch(layers, planned, kernel or "auto", architecture, told)
+        patch = Patch(layers, planned, kernel or "auto", architecture, prove)
         _install(patch, layers.entered)
     except BaseException:
         for of_stack in made:

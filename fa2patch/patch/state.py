@@ -150,7 +150,7 @@ class Patch:
         if self.facts.stacks:
             planned = plan_pairs(layers)
             for stack in self.stacks:
-                stack.renew(kernel, named, None, padded)
+                stack.renew(kernel, named)  # no head of rows is around its layers
         else:
             planned = plan_model(layers, self.facts.padded if padded is None else padded)
         for site in planned.sites:

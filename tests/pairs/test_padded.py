@@ -14,8 +14,9 @@ from pairs import FAMILIES, SPOKEN, alone, built, gradients, pairs
 import fa2patch
 from compat_matrix.check import reads
 from compat_matrix.check.compare import assert_same_gradients
-from fa2patch.errors import PackingNotIsolated, StaysPadded
+from fa2patch.errors import NothingPacked, PackingNotIsolated, StaysPadded
 from fa2patch.patch.padding import of_model, pack_padded_batches
+from fa2patch.upstream.forward import SAY_AFTER
 from fa2patch.upstream.step import MARK
 
 WRITTEN = [family for family in FAMILIES if family not in SPOKEN]
@@ -26,6 +27,15 @@ def computed(model, batch, **how):
     output = model(**batch, **how)
     output.loss.backward()
     return output, gradients(model)
+
+
+def assert_as_without(model, padded, **how):
+    """The loss and the gradients of a padded batch before ``apply`` and after it."""
+    before, expected = computed(model, padded)
+    fa2patch.apply(model, padded_batches=True, **{"prove": False, **how})
+    output, found = computed(model, padded)
+    assert output.loss.item() == pytest.approx(before.loss.item(), rel=1e-5)
+    assert_same_gradients(found, expected, 1e-4, 0.01)
 
 
 def of_real(output, batch):
@@ -87,11 +97,7 @@ def test_targets_padded_on_the_left_see_their_padding(family):
     longest = padded["labels"].shape[1]
     rows = [torch.nn.functional.pad(target, (longest - target.shape[1], 0), value=-100) for target in batch.targets]
     padded["labels"] = torch.cat(rows)
-    before, expected = computed(model, padded)
-    fa2patch.apply(model, padded_batches=True, prove=False)
-    output, found = computed(model, padded)
-    assert output.loss.item() == pytest.approx(before.loss.item(), rel=1e-5)
-    assert_same_gradients(found, expected, 1e-4, 0.01)
+    assert_as_without(model, padded)
     assert tallies(model) == [(45, 22), (0, 0)]
 
 
@@ -311,11 +317,7 @@ def test_a_target_without_labels_learns_nothing():
     model, batch = built("t5"), pairs("t5")
     padded = padded_of("t5", model, batch)
     padded["labels"][3] = -100
-    before, expected = computed(model, padded)
-    fa2patch.apply(model, padded_batches=True, prove=False)
-    output, found = computed(model, padded)
-    assert output.loss.item() == pytest.approx(before.loss.item(), rel=1e-5)
-    assert_same_gradients(found, expected, 1e-4, 0.01)
+    assert_as_without(model, padded)
     assert tallies(model) == [(45, 22), (35, 20)]
 
 
@@ -350,3 +352,15 @@ def test_targets_that_begin_alike_share_nothing():
     expected = model.decoder(**call)[0]
     torch.testing.assert_close(found[0, :35], expected[0, :35], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(found[1], expected[1], rtol=1e-4, atol=1e-4)
+
+
+def test_batches_that_are_computed_as_they_came_are_no_joined_rows():
+    # label smoothing says nothing of where targets end, in any number of steps
+    model, batch = built("bart").train(), pairs("bart")
+    padded = padded_of("bart", model, batch)
+    padded["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(padded.pop("labels"))
+    fa2patch.apply(model, padded_batches=True, prove=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", NothingPacked)
+        for _ in range(SAY_AFTER + 1):
+            model(**padded)

@@ -12,11 +12,12 @@ from numpy.typing import NDArray
 
 from .._torch import compiling
 from .._types import Args, Call
-from ..documents.names import IGNORED_LABEL, LABELS, LENGTHS, MEDIA, TOKENS
+from ..documents.names import LABELS, LENGTHS, MEDIA, TOKENS
 from ..errors import BadBatch, StaysPadded
 from ..upstream import attached, caches
 from ..upstream.calls import passed
 from ..upstream.facts import Facts
+from ..upstream.labels import up_to_the_last_label
 from ..upstream.packed_mask import PackedMask
 from ..upstream.step import MARK, PADDING, Patched, Tally
 from ..upstream.transformers_names import ENCODED, ENCODED_MASK
@@ -86,7 +87,7 @@ class PaddedBatches:
         tally = module.__dict__[MARK].tally if MARK in module.__dict__ else Tally()
         if isinstance(row, str):
             tally.why = tally.why or row
-            self._warn(row)
+            warn_once(self._warned, self.base, row)
             return forward(module, args, kwargs)
         if head is None or not head.in_trial:
             tally.batches += 1
@@ -136,21 +137,22 @@ class PaddedBatches:
             )
         raise _AsItCame(f"{name} reads hidden states of padding, and a packed row has none")
 
-    def _warn(self, why: str) -> None:
-        if why and why not in self._warned:
-            self._warned.add(why)
-            warnings.warn(
-                f"a batch of {type(self.base).__name__} is computed as it came, with its padding if it has any, and so "
-                f"are others like it: {why}. The results are those without fa2patch.",
-                StaysPadded,
-                stacklevel=3,
-            )
-
     def __enter__(self) -> PaddedBatches:
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.remove()
+
+
+def warn_once(warned: set[str], model: Any, why: str) -> None:
+    if why and why not in warned:
+        warned.add(why)
+        warnings.warn(
+            f"a batch of {type(model).__name__} is computed as it came, with its padding if it has any, and so are "
+            f"others like it: {why}. The results are those without fa2patch.",
+            StaysPadded,
+            stacklevel=3,
+        )
 
 
 def _as_one_row(base: Any, call: Call, share: bool, head: head_calls.HeadCall | None) -> _OneRow:
@@ -215,15 +217,15 @@ def _with_labels(call: Call, head: head_calls.HeadCall, decodes: bool) -> Call:
         return call
     if not isinstance(labels, torch.Tensor) or labels.shape != tokens.shape[:2]:
         return call
-    return {**call, "attention_mask": up_to_the_last_label(labels)}
+    return {**call, "attention_mask": mask_of_labels(labels)}
 
 
-def up_to_the_last_label(labels: torch.Tensor) -> torch.Tensor:
+def mask_of_labels(labels: torch.Tensor) -> torch.Tensor:
     # What is behind a target's last label is padding, which no token of the target sees. In front of the first one, all
     # tokens are seen. The result is int64 [batch, length].
-    learned = (labels != IGNORED_LABEL).flip(1).cumsum(1).flip(1) > 0
-    learned[:, 0] = True  # of a row without labels
-    return learned.long()
+    mask = up_to_the_last_label(labels)
+    mask[:, 0] = True  # of a row without labels
+    return mask.long()
 
 
 def _without_source(states: Any, mask: Any) -> list[torch.Tensor]:

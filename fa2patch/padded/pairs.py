@@ -6,7 +6,6 @@ Whatever is around the stacks, a head and a loss, gets padded rows, as before.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any, Callable
 
@@ -14,7 +13,6 @@ import torch
 
 from .._types import Args, Call, Model
 from ..documents.names import LABELS, OF_TARGETS, TOKENS
-from ..errors import StaysPadded
 from ..upstream import attached
 from ..upstream.calls import passed
 from ..upstream.find_models import models, stacks_of
@@ -22,7 +20,13 @@ from ..upstream.packed_mask import MASK
 from ..upstream.pairs import SAYS_ALL, masks_of
 from ..upstream.step import MARK, PADDING
 from . import head_calls
-from .batches import PaddedBatches, up_to_the_last_label
+from .batches import PaddedBatches, mask_of_labels, warn_once
+
+_UNPROVEN = (
+    "it holds code that is proven with packed pairs, and these rows are none (their labels are not tokens of targets, "
+    "or a row is empty). If its code keeps documents apart, call fa2patch.apply(model, padded_batches=True, "
+    "prove=False)"
+)
 
 
 class PaddedPairs(head_calls.Around):
@@ -34,7 +38,7 @@ class PaddedPairs(head_calls.Around):
         self.base = model
         stacks = [stack for stack in stacks_of(model) or () if MARK in vars(stack)]
         self.stacks = [PaddedBatches(models(stack)[-1], of_pairs=True) for stack in stacks]
-        self._said = False
+        self._warned: set[str] = set()
         model.__dict__[PADDING] = self
 
     def remove(self) -> None:
@@ -50,24 +54,12 @@ class PaddedPairs(head_calls.Around):
         if patch is not None and patch.must_prove() and not passed(call, SAYS_ALL):
             packed = as_packed(call)
             if packed is None:
-                self._warn(module)
+                warn_once(self._warned, module, _UNPROVEN)
                 return forward(module, args, kwargs)
             _, targets = masks_of(module, packed)
             if targets is not None:  # there are several pairs
                 patch.examine(module, packed, targets)
         return super().computed(forward, module, args, kwargs, [*names])
-
-    def _warn(self, module: Any) -> None:
-        if not self._said:
-            self._said = True
-            warnings.warn(
-                f"padded batches of {type(module).__name__} are computed as they came: it holds code that is proven "
-                "with packed pairs, and these rows are none (their labels are not tokens of targets, or a row is "
-                "empty). If its code keeps documents apart, call fa2patch.apply(model, padded_batches=True, "
-                "prove=False). The results are those without fa2patch.",
-                StaysPadded,
-                stacklevel=4,
-            )
 
     def __enter__(self) -> PaddedPairs:
         return self
@@ -85,7 +77,7 @@ def as_packed(call: Call) -> Call | None:
     found = {name: value for name, value in call.items() if name not in (MASK, OF_TARGETS + MASK)}
     of_targets, learned = given, None
     if labels is not None:
-        of_targets, learned = {**given, LABELS[0]: labels}, up_to_the_last_label(labels)
+        of_targets, learned = {**given, LABELS[0]: labels}, mask_of_labels(labels)
     for prefix, tokens, otherwise in (("", of_sources, None), (OF_TARGETS, of_targets, learned)):
         if not tokens:  # sounds
             continue

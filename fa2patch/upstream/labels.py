@@ -115,6 +115,12 @@ def _require_shifted(model: Model, given: Call, kept: object) -> None:
         )
 
 
+def up_to_the_last_label(labels: torch.Tensor) -> torch.Tensor:
+    # bool [batch, length]: where this token or a later one of its row is learned
+    learned: torch.Tensor = (labels != IGNORED_LABEL).flip(1).cumsum(1).flip(1) > 0
+    return learned
+
+
 def predicts_the_next(model: Model, sees_both_ways: bool) -> bool:
     # A loss function of Transformers, if the forward uses one, shows whether labels are shifted. A token classifier or
     # a masked LM does not shift them.

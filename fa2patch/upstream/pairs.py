@@ -22,7 +22,7 @@ from . import inspecting, other_code
 from .calls import Calls, passed
 from .cross import require_pairs
 from .find_documents import packed_mask_of
-from .labels import inside_documents
+from .labels import inside_documents, up_to_the_last_label
 from .packed_mask import MASK, PackedMask
 from .splitting import Documents
 from .step import MARK, PADDING, ROLE, Patched
@@ -159,8 +159,7 @@ def _require_none_hidden(
     model: Any, labels: torch.Tensor, inputs: torch.Tensor, targets: PackedMask, first: int
 ) -> None:
     padding = model.config.pad_token_id
-    # behind the row's last label nothing is learned: it may be a document of padding
-    learns = (labels != IGNORED_LABEL).flip(1).cumsum(1).flip(1) > 0
+    learns = up_to_the_last_label(labels)  # behind it may be a document of padding
     hidden = (inputs == padding) & learns & (targets.boundaries.positions_of(targets.rows) >= first)
     require(
         ~hidden.any(),

@@ -117,22 +117,28 @@ def examine(patch: Examined, module: Model, call: Call, mask: PackedMask) -> Non
 
 
 def must_prove(patch: Examined) -> bool:
-    # A patch of a model whose modules have changed is renewed.
-    kept = patch.examination.structure  # asked here, so that a batch of a model as it was needs no other call
-    if (kept is None or not kept.is_as_kept()) and _has_changed(patch):
-        with _lock:
-            if _has_changed(patch):
-                patch.renew()
+    kept = patch.examination.structure
+    if kept is None or not kept.is_as_kept():
+        _renew_if_changed(patch)
     return patch.examination.must
 
 
+def _renew_if_changed(patch: Examined) -> None:
+    if _has_changed(patch):
+        with _lock:
+            if _has_changed(patch):
+                patch.renew()
+
+
 def _renew_and_prove(patch: Examined, module: Model, call: Call, mask: PackedMask) -> None:
-    must = must_prove(patch)
+    kept = patch.examination.structure  # asked here, so that a batch of a model as it was needs no other call
+    if kept is None or not kept.is_as_kept():
+        _renew_if_changed(patch)
     examination = patch.examination  # a renewed patch has a new one
     patch.computes_packed = True
     if examination.structure is not None and examination.structure.watches:
         examination.batch = module, call, mask, torch.is_grad_enabled()
-    if must:
+    if examination.must:
         with _lock:  # another thread's batch may be what is being proven
             _prove_if_due(patch, module, call, mask)
 

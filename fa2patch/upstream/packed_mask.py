@@ -340,13 +340,13 @@ class _Any:
 
 
 def _hides_later(value: object) -> bool:
-    # A mask [batch, 1, queries, keys] that hides anything else would be lost.
+    # A mask [batch, 1, queries, keys] that hides other tokens than later ones would lose what it hides.
     if not isinstance(value, torch.Tensor):
         return True
     if value.dim() != 4 or value.shape[1] != 1 or value.shape[2] != value.shape[3]:
         return False
     require(
-        ((value == 0) == torch.ones_like(value, dtype=torch.bool).tril()).all(),
+        ((value == 0) | torch.ones_like(value, dtype=torch.bool).triu(1)).all(),
         PackingNotIsolated,
         "a mask was added to a packed one, and it hides other tokens than later ones, which would be lost. Train this "
         "model padded, and please report it.",

@@ -296,15 +296,6 @@ class TestRefusals:
         model.model.layers[1].mlp = torch.nn.Sequential(Convolved(32, 32, 3, padding=2))
         self.check(errors.UnsupportedModel, r"Convolved \(a convolution .*\) at layers\.1\.mlp\.0.*leak there", model)
 
-    def test_encoder_decoder(self):
-        config = transformers.BartConfig(
-            d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2,
-            encoder_ffn_dim=16, decoder_ffn_dim=16, vocab_size=32,
-        )  # fmt: skip
-        bart = transformers.BartForConditionalGeneration(config)
-        self.check(errors.UnsupportedModel, "padded_batches=True: .*encoder-decoder", bart, padded_batches=True)
-        self.check(errors.UnsupportedModel, "max_tokens: .*encoder-decoder", bart, max_tokens=64)
-
     def test_alibi_falcon(self):
         self.check(errors.UnsupportedModel, "alibi", tiny_models.build("falcon", alibi=True))
 

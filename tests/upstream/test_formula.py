@@ -167,7 +167,11 @@ def test_code_that_makes_masks_hands_a_packed_one_on():
     mask = packed()
     inverted = 1.0 - mask[:, None, None, :].expand(1, 1, 18, 18).to(torch.float32)  # BART's kin (4.34)
     assert inverted.masked_fill(inverted.to(torch.bool), -1.0) is mask
-    assert torch.zeros(1, 1, 18, 18) + mask is mask  # LED (4.34 to 4.57)
+    later = torch.full((1, 1, 18, 18), -torch.inf).triu(1)
+    assert later + mask is mask  # LED (4.34 to 4.57)
+    window = later.masked_fill(torch.ones(18, 18, dtype=torch.bool).tril(-4), -torch.inf)
+    with pytest.raises(errors.PackingNotIsolated, match="hides other tokens than later ones"):
+        window + mask
     for scores in (torch.zeros(1, 4, 18, 18), torch.zeros(4, 18, 18)):
         with pytest.raises(TypeError, match="PackedMask"):
             scores + mask

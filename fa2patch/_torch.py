@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any, Callable, TypeVar
+from typing import Any, Callable, TypeVar, cast
 
 import numpy
 import torch
@@ -30,7 +30,11 @@ F = TypeVar("F", bound=Callable[..., Any])
 # From torch 2.4 on, custom operators keep a graph whole. Before, the graph breaks at each of them.
 HAS_OPERATORS = hasattr(torch.library, "custom_op")
 
+# Inside torch's `context_parallel`, another function stands under its name in `torch.nn.functional`.
+SDPA = torch._C._nn.scaled_dot_product_attention
+
 _later: dict[str, Callable[[], None]] = {}
+_unfinished: set[str] = set()
 _defining = threading.RLock()  # defining an operator asks the namespace for it
 
 
@@ -45,10 +49,19 @@ class _Operators(torch._ops._OpNamespace):
     def __getattr__(self, name: str) -> Any:
         with _defining:
             if name in _later:
-                _later.pop(name)()
+                _unfinished.add(name)
+                try:
+                    _later.pop(name)()
+                finally:
+                    _unfinished.discard(name)
             if name in self.__dict__:  # the definition, or another thread, has asked for it meanwhile
                 return self.__dict__[name]
             return super().__getattr__(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # torch keeps an operator here while it is being defined, where another thread would find it without kernels.
+        if name not in _unfinished:
+            super().__setattr__(name, value)
 
 
 def operator_later(
@@ -77,6 +90,13 @@ def uncompiled(function: F) -> F:
     # torch.compiler.disable sets (torch/_dynamo/eval_frame.py).
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     return function
+
+
+def eager(function: F) -> F:
+    # Neither the function nor what it calls is compiled, while `uncompiled` lets dynamo look at what it calls. This is
+    # torch.compiler.disable, which torch's own decorator loads when the function is first called.
+    made: Any = torch._compile._disable_dynamo(function)
+    return cast(F, made)
 
 
 def constant(function: F) -> F:

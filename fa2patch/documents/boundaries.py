@@ -1,4 +1,4 @@
-"""The boundaries of the documents of one batch, and of the part of its rows that a process holds."""
+"""The boundaries of the documents of one batch."""
 
 from __future__ import annotations
 
@@ -165,57 +165,3 @@ def document_of(cu_seqlens: torch.Tensor, tokens: int) -> torch.Tensor:
     # The result is int64 [tokens]. Nothing is read from the device.
     token = torch.arange(tokens, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
     return torch.searchsorted(cu_seqlens, token, right=True) - 1
-
-
-@dataclass(frozen=True)
-class Part:
-    """The part of every row that a process holds, where sequence parallelism divides rows among processes."""
-
-    number: int  # counted from 0 in the order of the tokens
-    of: int  # the number of parts, which all have the same length
-
-    def rows(self, shape: Shape) -> Shape:
-        # The shape is that of the part, and the result is that of the whole rows.
-        return shape[0], shape[1] * self.of
-
-    def own(self, values: torch.Tensor, dim: int = -1) -> torch.Tensor:
-        # The values are those of whole rows, with the tokens along ``dim``.
-        length = values.shape[dim] // self.of
-        return values.narrow(dim, self.number * length, length)
-
-    def here(self, tokens: torch.Tensor, shape: Shape) -> torch.Tensor:
-        # The tokens, int64 [n], are indices into the whole rows. The result has their places in the part's rows laid
-        # end to end, of ``shape``, and ``batch * length`` for tokens of other parts.
-        length = shape[1]
-        row, column = tokens // (length * self.of), tokens % (length * self.of) - self.number * length
-        inside = (column >= 0) & (column < length) & (row < shape[0])
-        return torch.where(inside, row * length + column, shape[0] * length)
-
-    def clipped(self, cu_seqlens: torch.Tensor, shape: Shape) -> torch.Tensor:
-        # The result is int32 [documents + 1]: the ends of what the part holds of each document, which may be nothing.
-        length = shape[1]
-        row, column = cu_seqlens // (length * self.of), cu_seqlens % (length * self.of)
-        return (row * length + (column - self.number * length).clamp(0, length)).to(torch.int32)
-
-    def documents(self, boundaries: Boundaries, shape: Shape) -> Boundaries | None:
-        """The boundaries of the part's documents; None if a document, or a path of segments, is in several parts."""
-        # Lengths of the whole rows' documents are read from the device, once for each batch.
-        key = "documents of", self
-        if key not in boundaries.made:
-            boundaries.made[key] = self._documents(boundaries, shape)
-        made: Boundaries | None = boundaries.made[key]
-        return made
-
-    def _documents(self, boundaries: Boundaries, shape: Shape) -> Boundaries | None:
-        if boundaries.parents is not None:
-            return None
-        at, own = 0, []
-        for length in filter(None, boundaries.lengths):
-            part, last = at // shape[1], (at + length - 1) // shape[1]
-            if part != last:
-                return None
-            if part % self.of == self.number:
-                own.append(length)
-            at += length
-        cu = tensors.ends_of(own, boundaries.cu_seqlens.device)
-        return Boundaries(cu, max(own), boundaries.positions, tuple(own))

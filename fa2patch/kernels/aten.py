@@ -108,7 +108,8 @@ class Efficient(Kernel):
             k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         cu, longest, keys = boundaries.cu_seqlens, boundaries.max_seqlen, boundaries.keys(q.shape[0])
-        causal = _CAUSAL if keys.tokens is None else _CAUSAL_FROM_THE_END
+        others = keys.tokens is not None or boundaries.sources is not None
+        causal = _CAUSAL_FROM_THE_END if others else _CAUSAL
         mask = causal if options.causal else _EVERYTHING
         output: torch.Tensor = torch.ops.aten._efficient_attention_forward.default(
             q[None], k[None], v[None], None, cu, keys.cu_seqlens, longest, keys.max_seqlen, options.dropout, mask, True,

@@ -147,8 +147,7 @@ def _visible(
     cu, tree, until = boundaries.cu_seqlens, boundaries.tree, boundaries.until
     document = document_of(cu, tokens)
     if boundaries.sources is not None:
-        of_keys = document_of(boundaries.sources.cu_seqlens, keys)
-        return lambda batch, head, query, key: document[query] == of_keys[key]
+        return _visible_of_pairs(boundaries, document, keys, causal, window)
     position = torch.arange(tokens, device=cu.device, dtype=cu.dtype) if tree is None else tree.positions
     continues = None if tree is None else tree.continues
 
@@ -165,11 +164,29 @@ def _visible(
     return visible
 
 
+def _visible_of_pairs(
+    boundaries: Boundaries, document: torch.Tensor, keys: int, causal: bool, window: int | None
+) -> Callable[..., torch.Tensor]:
+    assert boundaries.sources is not None
+    of_keys = document_of(boundaries.sources.cu_seqlens, keys)
+    position, of_key = _positions(boundaries, len(document), keys, causal)
+
+    def visible(batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        seen = document[query] == of_keys[key]
+        if causal:
+            seen = seen & (position[query] >= of_key[key])
+        if window is not None:
+            seen = seen & ((position[query] - of_key[key]).abs() < window)
+        return seen
+
+    return visible
+
+
 def _scored(options: Options, boundaries: Boundaries, tokens: int, keys: int) -> Callable[..., torch.Tensor] | None:
     softcap, alibi_slopes, bias = options.softcap, options.alibi_slopes, options.bias
     if softcap is None and alibi_slopes is None and bias is None:
         return None
-    position, of_key = _positions(boundaries, tokens, keys)
+    position, of_key = _positions(boundaries, tokens, keys, options.causal)
     if bias is not None and bias.requires_grad:
         # In float32, because the gradients of all documents are added up; and a copy, because a compiled graph of torch
         # 2.13 gives a view that a score refers to no gradient, and raises nothing.
@@ -189,10 +206,15 @@ def _scored(options: Options, boundaries: Boundaries, tokens: int, keys: int) ->
     return scored
 
 
-def _positions(boundaries: Boundaries, tokens: int, keys: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _positions(boundaries: Boundaries, tokens: int, keys: int, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
     # of the queries and of the keys in their documents, int64; made once in a forward
-    if _positions not in boundaries.made:
+    kind = _positions, causal
+    if kind not in boundaries.made:
         own, sources = boundaries.positions_of((1, tokens))[0], boundaries.sources
-        boundaries.made[_positions] = own, own if sources is None else sources.positions_of((1, keys))[0]
-    found: tuple[torch.Tensor, torch.Tensor] = boundaries.made[_positions]
+        of_key = own if sources is None else sources.positions_of((1, keys))[0]
+        if sources is not None and causal:  # a document's last query is at its last key
+            more = (sources.cu_seqlens.diff() - boundaries.cu_seqlens.diff()).long()
+            own = own + more[document_of(boundaries.cu_seqlens, tokens)]
+        boundaries.made[kind] = own, of_key
+    found: tuple[torch.Tensor, torch.Tensor] = boundaries.made[kind]
     return found

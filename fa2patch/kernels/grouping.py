@@ -147,24 +147,31 @@ def shared_calls(boundaries: Boundaries, width: int, causal: bool) -> tuple[Batc
     return found
 
 
-def calls_of_pairs(targets: Boundaries, sources: Boundaries) -> tuple[Batches, Batches, Sequence[torch.Tensor | None]]:
+def calls_of_pairs(
+    targets: Boundaries, sources: Boundaries, causal: bool
+) -> tuple[Batches, Batches, Sequence[torch.Tensor | None]]:
     # The calls of the queries and of the keys, made once in a forward, and the last key that each query sees.
-    if calls_of_pairs not in targets.made:
-        targets.made[calls_of_pairs] = _pairs(targets, sources)
-    found: tuple[Batches, Batches, Sequence[torch.Tensor | None]] = targets.made[calls_of_pairs]
+    kind = calls_of_pairs, causal
+    if kind not in targets.made:
+        targets.made[kind] = _pairs(targets, sources, causal)
+    found: tuple[Batches, Batches, Sequence[torch.Tensor | None]] = targets.made[kind]
     return found
 
 
-def _pairs(targets: Boundaries, sources: Boundaries) -> tuple[Batches, Batches, list[torch.Tensor | None]]:
+def _pairs(
+    targets: Boundaries, sources: Boundaries, causal: bool
+) -> tuple[Batches, Batches, list[torch.Tensor | None]]:
     # From the longest source to the shortest, pairs share a call as long as both sides need little padding. Queries see
-    # all keys of their source, so it is only padding that is hidden.
+    # all keys of their source, so it is only padding that is hidden. With `causal`, which counts from the last key,
+    # pairs of the same lengths share a call.
     of_queries, of_keys = targets.lengths, sources.lengths
     made: list[list[int]] = []
     most_of, tokens = [0, 0], [0, 0]  # of the last call's queries and keys: the longest, and all
     for at in sorted(range(len(of_queries)), key=lambda at: (-of_keys[at], -of_queries[at])):
         own = [of_queries[at], of_keys[at]]
         both = [*map(max, most_of, own)], [*map(add, tokens, own)]
-        if made and _are_near(len(made[-1]) + 1, *both):
+        shares = _are_near(len(made[-1]) + 1, *both) if made else False
+        if shares and (not causal or own == most_of):
             made[-1].append(at)
             most_of, tokens = both
         else:

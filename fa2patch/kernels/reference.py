@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from .._torch import HAS_OPERATORS, compiling, operator_later, uncompiled
+from .._torch import HAS_OPERATORS, SDPA, compiling, operator_later, uncompiled
 from ..documents.boundaries import Boundaries
 from .cascade import Cascade, CpuFlash, levels_of
 from .grouping import calls_of_pairs, shared_calls
@@ -62,7 +62,7 @@ def over_documents(
         exact = torch.promote_types(q.dtype, torch.float32)  # in it, their gradients are added up over the calls
         options = options.with_heads(lambda by_head: by_head.to(exact))
     if boundaries.sources is not None:
-        calls, of_keys, last = calls_of_pairs(boundaries, boundaries.sources)
+        calls, of_keys, last = calls_of_pairs(boundaries, boundaries.sources, options.causal)
     else:
         calls, last = shared_calls(boundaries, q.shape[1] * q.shape[2], options.causal)
         of_keys = calls
@@ -110,7 +110,7 @@ def attend(
             asked["is_causal"] = options.causal and queries > 1
         else:
             asked["attn_mask"] = _seen(_distances(queries, length, query.device), options, last)
-        return F.scaled_dot_product_attention(query, key, value, scale=options.scale, **asked).to(value.dtype)
+        return SDPA(query, key, value, scale=options.scale, **asked).to(value.dtype)
     with torch.autocast(query.device.type, enabled=False):
         weights = _weights(query, key, options, last)
         weights = F.dropout(weights, options.dropout) if options.dropout else weights

@@ -25,9 +25,10 @@ LENGTHS = (1, 70, 5, 133, 64, 97, 40, 50, 290)
 # (TransformerEngine#3216).
 OUTLIERS, CONSTANT, EQUAL = 5, 6, 7
 
-# The lengths of the keys, if they are other tokens than the queries: fewer, as many or more. The documents that are
-# like activations keep theirs.
+# The lengths of the keys, if they are other tokens than the queries: fewer, as many or more; or for causal attention,
+# which counts from the last key, no fewer. The documents that are like activations keep theirs.
 KEY_LENGTHS = (40, 1, 90, 64, 5, 97, 40, 50, 200)
+LONGER_KEYS = (40, 70, 90, 140, 64, 97, 40, 50, 300)
 
 # The documents as segments of a tree, if the call has one: roots alone, and roots with one and two levels below.
 PARENTS = (-1, -1, 1, 1, 3, 3, -1, 6, -1)
@@ -52,7 +53,8 @@ class Row(NamedTuple):
 
 def trial_row(asked: Asked, drawn: torch.Generator, device: torch.device) -> Row:
     # The values fit float16.
-    of_keys = KEY_LENGTHS if "pairs" in asked.features else LENGTHS
+    others = LONGER_KEYS if asked.causal else KEY_LENGTHS
+    of_keys = others if "pairs" in asked.features else LENGTHS
     tokens, keys = sum(LENGTHS), sum(of_keys)
     sizes = (tokens, asked.heads, asked.head_dim), (keys, asked.key_heads, asked.head_dim)
     q, k, v = (1.5 * torch.randn(size, generator=drawn) for size in (*sizes, (keys, asked.key_heads, asked.value_dim)))

@@ -16,12 +16,12 @@ from ..documents.names import LABELS, LENGTHS, MEDIA, TOKENS
 from ..errors import BadBatch, StaysPadded
 from ..upstream import attached, caches
 from ..upstream.calls import passed
+from ..upstream.engines import row_part
 from ..upstream.facts import Facts
 from ..upstream.labels import up_to_the_last_label
 from ..upstream.packed_mask import PackedMask
 from ..upstream.step import MARK, PADDING, Patched, Tally
 from ..upstream.transformers_names import ENCODED, ENCODED_MASK
-from ..upstream.ulysses import row_part
 from . import head_calls
 from .rows import Layout, packed_row, read_rows, shared_prefixes, unshared
 

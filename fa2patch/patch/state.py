@@ -237,12 +237,15 @@ class Patch:
 
         If the model shares its base model with another one that is patched, the base model stays patched for that one.
         """
+        from ..upstream import dropped_masks  # which few need before
+
         stacks = self.stacks
         with changing(), walked_once():
             modules = named_modules(self.model).values()
             own = {module for module in modules if module.__dict__.get(MARK) is self}
             for module in modules:
                 embeddings.put_back(module)
+                dropped_masks.remove(module)
             padding = of_model(self.model)
             if padding is not None and padding.base in own:
                 padding.remove()

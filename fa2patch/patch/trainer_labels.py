@@ -24,12 +24,12 @@ from ..documents.names import IGNORED_LABEL, LABELS, LOSS_LABELS, TOKENS
 from ..errors import Fa2PatchError, NotAModel
 from ..upstream import attached, inspecting
 from ..upstream.calls import batch_shape, passed
+from ..upstream.engines import row_part
 from ..upstream.find_documents import packed_mask_of
 from ..upstream.find_models import transformers_model
 from ..upstream.labels import inside_documents, kept_logits
 from ..upstream.step import MARK, ROLE, Patched
 from ..upstream.transformers_names import TRAINER
-from ..upstream.ulysses import row_part
 
 LOADERS = ("get_train_dataloader", "get_eval_dataloader", "get_test_dataloader")
 

@@ -1,4 +1,4 @@
-"""A model whose rows Ulysses splits over processes, called with whole rows in every process."""
+"""A model whose rows an engine splits over processes, called with whole rows in every process."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ import torch.distributed as dist
 from .._types import Call, Model
 from ..documents.names import IGNORED_LABEL, stated
 from ..documents.row_shape import RowShape
-from ..upstream import ulysses
-from ..upstream.ulysses import RowPart
+from ..upstream import engines
+from ..upstream.split import collectives
+from ..upstream.split.row_part import RowPart
 from .inputs import PER_TOKEN
 
 
@@ -24,17 +25,19 @@ class WholeRows(torch.nn.Module):
     def __init__(self, model: Model, part: RowPart, counts_labels: bool) -> None:
         super().__init__()
         self.model, self.part, self.counts_labels = model, part, counts_labels
+        self.multiple = part.of if part.arranges is None else 2 * part.of  # a piece of the row's head and of its tail
 
     # Every process of the group must make the same calls. Rows are padded to a multiple of the processes by a document
     # of its own, whose outputs are cut off.
     def forward(self, **batch: Any) -> Any:
         ids = batch["input_ids"]
-        length, more = ids.shape[1], -ids.shape[1] % self.part.of
+        length, more = ids.shape[1], -ids.shape[1] % self.multiple
+        self.part = self.part.of_rows(length + more)
         if batch.get("position_ids") is None and batch.get("cu_seq_lens_q") is None:
             batch["position_ids"] = torch.arange(length, device=ids.device).expand(ids.shape)
         if more:
-            batch = _padded(batch, more, RowShape(pad_to_multiple_of=self.part.of))
-        # Labels are shifted before rows are split, as by DeepSpeed's loader.
+            batch = _padded(batch, more, RowShape(pad_to_multiple_of=self.multiple))
+        # Labels are shifted before rows are split, as by DeepSpeed's loader and by Trainer.
         if batch.get("labels") is not None:
             shifted = torch.nn.functional.pad(batch["labels"], (0, 1), value=IGNORED_LABEL)[:, 1:]
             batch.update(shift_labels=shifted, labels=shifted)
@@ -48,7 +51,7 @@ class WholeRows(torch.nn.Module):
         if loss is not None and labels is not None and self.counts_labels:
             count = (labels != IGNORED_LABEL).sum()
             sums = torch.stack([torch.where(count > 0, loss.detach() * count, 0.0), count.to(loss.dtype)])
-            dist.all_reduce(sums, group=ulysses.groups[self.part.group])
+            dist.all_reduce(sums, group=collectives.groups[self.part.group])
             found["loss"] = sums[0] / sums[1]
         return SimpleNamespace(**found)
 
@@ -58,7 +61,7 @@ class WholeRows(torch.nn.Module):
 
     def summed(self, gradient: torch.Tensor) -> torch.Tensor:
         gradient = gradient.contiguous()
-        dist.all_reduce(gradient, group=ulysses.groups[self.part.group])
+        dist.all_reduce(gradient, group=collectives.groups[self.part.group])
         return gradient
 
 
@@ -66,7 +69,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, dim: int, part: RowPart) -> torch.Tensor:
         ctx.dim, ctx.part = dim, part
-        return ulysses.whole_rows(values.movedim(dim, -1), part.group, part.of).movedim(-1, dim)
+        return part.joined(values.movedim(dim, -1)).movedim(-1, dim)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
@@ -97,6 +100,6 @@ def _padded(batch: Call, more: int, shape: RowShape) -> Call:
 def whole(model: Model, inner: Model, patched: bool) -> Iterator[Any]:
     # The model itself is yielded if no engine splits rows in training. Inside, evaluation is split like training, also
     # if the engine was told to leave it out.
-    with ulysses.evaluation_split_too():
-        part = ulysses.row_part(inner, {})
+    with engines.evaluation_split_too():
+        part = engines.row_part(inner, {})
         yield model if part is None else WholeRows(model, part, counts_labels=not patched)

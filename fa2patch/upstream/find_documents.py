@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,7 +19,9 @@ from .calls import Batch, has_pictures, read_batch, refuse_recording
 from .packed_mask import PackedMask
 from .rope import LengthScaled
 from .step import Patched
-from .ulysses import RowPart, of_whole_rows, refuse_unsaid
+
+if TYPE_CHECKING:
+    from .split.row_part import RowPart
 
 
 def packed_mask_of(
@@ -37,8 +39,10 @@ def packed_mask_of(
     # A batch with one document in each row is packed only if `cu_seq_lens_*` are given, if rows are split over
     # processes, or `always`. A packed batch without `position_ids` gets them in `call`.
     facts, first = patch.facts, patch.facts.first_position
-    batch = read_batch(call, facts.has_mixers)
-    rows = batch if part is None else of_whole_rows(batch, part, call)
+    if part is None:
+        batch = rows = read_batch(call, facts.has_mixers)
+    else:
+        batch, rows, part = part.of_whole_rows(call, facts.has_mixers)
     says = batch is not None and (batch.lengths or batch.position_ids is not None or batch.mask is not None)
     captured = compiling()  # not as the step knows it: behind a graph break, dynamo may trace this function alone
     if says and not (made_inside or captured) and recording():
@@ -50,7 +54,7 @@ def packed_mask_of(
     elif "cu_seq_lens_q" in batch.lengths:
         found = _stated(rows, facts.both_ways)
         if part is not None and batch.position_ids is not None:  # ids of the part, which must not contradict them
-            cu = part.clipped(found.cu_seqlens, batch.shape)
+            cu = part.clipped(found, batch.shape)
             from_cu_seqlens(cu, found.max_seqlen, batch.shape, position_ids=batch.position_ids)
     elif captured and may_be_packed and part is None and not made_inside and _stays_in_the_graph(batch, call, training):
         assert batch.position_ids is not None
@@ -85,7 +89,7 @@ def packed_mask_of(
             longest = _within_rope(found, facts.rope, rows.shape, ids, part is not None)
         packed = PackedMask(found, patch.picks, batch.shape, longest, ids, facts, real=batch.mask, part=part)
     elif part is not None:
-        refuse_unsaid(call)
+        part.refuse_unsaid(call)
     return packed
 
 
@@ -152,6 +156,8 @@ def _stated(batch: Batch, both_ways: bool) -> Boundaries:
             "segment_parents came to a model whose tokens see later tokens too: a prompt would see what continues it. "
             "Give this model every sequence as a document of its own."
         )
+    if found.cu_seqlens.device != batch.device:  # rows that an engine splits: their lengths were read
+        found = found.to(batch.device)
     return found.padding_apart(batch.mask) if batch.mask is not None and both_ways else found
 
 

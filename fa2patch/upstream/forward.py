@@ -19,7 +19,7 @@ from typing import Any, Callable
 
 import torch
 
-from .._torch import compiling, constant, is_no_verdict, numbered
+from .._torch import SDPA, compiling, constant, eager, is_no_verdict, numbered
 from .._types import Args, Call, Function, Model
 from ..documents import given_boundaries
 from ..documents.names import IGNORED_LABEL, LABELS, LENGTHS, PARENTS, REAL
@@ -27,6 +27,7 @@ from ..documents.tensors import described
 from ..errors import BadBatch, NothingPacked, PackingNotIsolated
 from . import attached, caches, heads, inspecting, labels, other_code, positions
 from .calls import Calls, batch_shape, is_for_queries, passed
+from .engines import row_part
 from .facts import Role
 from .find_documents import packed_mask_of
 from .find_layers import Layer
@@ -35,7 +36,6 @@ from .packed_mask import MASK, PackedMask, mask_among
 from .seams import document
 from .step import MARK, PADDING, ROLE, Patched, Step
 from .transformers_names import ENCODED
-from .ulysses import row_part
 
 # What a thread remembers of the forwards that it is in. It is compared with; boundaries never travel through it.
 
@@ -84,6 +84,10 @@ def entered(original: Function) -> Function:
         return padding.computed(patched, self, args, kwargs, calls.positional or ["input_ids"])
 
     def patched(self: Any, args: Args, kwargs: Call) -> Any:
+        # torch's context_parallel puts another function here for every batch. A graph for each would be of no use, so
+        # the model runs eagerly; layers that are compiled by themselves stay compiled.
+        if torch.nn.functional.scaled_dot_product_attention is not SDPA and compiling():
+            return outside_a_graph(self, args, kwargs)
         patch, role = self.__dict__[MARK], self.__dict__[ROLE]
         call = calls.named(args, kwargs)
         if call is None:
@@ -109,6 +113,10 @@ def entered(original: Function) -> Function:
         output = heads.after(step, output)
         output = output if step.weighted is None else labels.after(step, step.weighted, output)
         return output if pooled is None else pooled.content.pooled(output)
+
+    @eager
+    def outside_a_graph(self: Any, args: Args, kwargs: Call) -> Any:
+        return patched(self, args, kwargs)
 
     other_code.ours(forward)
     if not calls.takes("position_ids"):  # OPT up to 4.45; Trainer drops columns that the signature lacks
@@ -198,6 +206,8 @@ def _make_mask(step: Step, shape: tuple[int, int], first: bool) -> PackedMask | 
     for_proof = {**call}  # a proof runs it again, and position ids that are made below may seem to restart
     made = packed_mask_of(call, patch, made_inside, training, part, may_be_packed=one_per_token, always=always)
     if made is not None:
+        if made.part is not None:
+            _keep_masks(step)  # an engine's own attention must not run
         if first and not step.by_hook:
             _refuse_unprepared(step, for_proof)
         if real is not None:
@@ -320,9 +330,11 @@ def _call_with_mask_checked(step: Step, mask: PackedMask) -> Any:
             return output
         if step.captured:
             _refuse_missed(step, mask, None)
-        step.patch.skips = True
         mask.calls.clear()
         del output
+        if _keep_masks(step):
+            return _call_with_mask_checked(step, mask)
+        step.patch.skips = True
     ran: set[int] = set()
     with contextlib.ExitStack() as stack:
         for module in {module for layer in step.patch.attention for module in _inside_block(step, layer)}:
@@ -333,6 +345,13 @@ def _call_with_mask_checked(step: Step, mask: PackedMask) -> Any:
     if _misses(step, mask, ran):
         _refuse_missed(step, mask, ran)
     return output
+
+
+def _keep_masks(step: Step) -> bool:
+    from . import dropped_masks  # which few need
+
+    decoder = models(step.module)[-1]
+    return dropped_masks.keep(decoder.get_submodule(layer.name) for layer in step.patch.attention)
 
 
 def _call_explained(step: Step, mask: PackedMask) -> Any:

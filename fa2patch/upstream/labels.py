@@ -9,8 +9,9 @@ the user's, in ``loss_weights``.
 from __future__ import annotations
 
 import inspect
+import math
 from types import FunctionType
-from typing import Any, Union
+from typing import TYPE_CHECKING, Any, Union
 
 import torch
 
@@ -36,7 +37,9 @@ from .find_layers import ModelLayers
 from .packed_mask import MASK, PackedMask
 from .step import Step, Trait, Weighted
 from .transformers_names import LOSSES, loaded
-from .ulysses import RowPart
+
+if TYPE_CHECKING:
+    from .split.row_part import RowPart
 
 Kept = Union[slice, torch.Tensor]  # an index of the tokens in a row whose logits are asked for
 
@@ -79,7 +82,7 @@ def _ignore_first(step: Step, mask: PackedMask, given: Call) -> None:
     # no error: padded training ignores it too, num_items_in_batch included. Only models that shift labels need it.
     shape, kept = mask.shape, kept_logits(step.call)
     if mask.part is not None:
-        _require_shifted(step.module, given, kept)
+        _require_shifted(step.module, given, kept, mask.part)
     # A graph cannot look at functions, so -100 is taken there.
     loss = None if compiling() else _loss_function(step.module)
     of_loss = IGNORED_LABEL if loss is None else int(inspecting.default_of(loss, IGNORE_INDEX, IGNORED_LABEL))
@@ -98,19 +101,19 @@ def _replaced(labels: Any, one: int, by: int) -> Any:
     return labels.masked_fill(labels == one, by)
 
 
-def _require_shifted(model: Model, given: Call, kept: object) -> None:
+def _require_shifted(model: Model, given: Call, kept: object, part: RowPart) -> None:
     # The last token of a part predicts the first token of the next part, whose label is in another process. Trainer
     # passes the shifted labels as `labels` too, because models compute no loss without `labels`.
     if given and ("shift_labels" not in given or kept is not None):
         raise BadBatch(
-            "sequence parallelism (sp_size) splits rows over processes: expected shift_labels, which are shifted "
+            f"{part.engine} splits rows over processes: expected shift_labels, which are shifted "
             f"before rows are split, and all logits; found {', '.join(given)}"
             f"{'' if kept is None else ' with logits_to_keep'}. DeepSpeed's UlyssesSPDataLoaderAdapter, accelerate and "
             "Trainer give shift_labels."
         )
     if "labels" in given and _loss_function(model) is None:
         raise PackingNotIsolated(
-            f"sequence parallelism (sp_size) splits rows over processes, and {type(model).__name__} shifts labels by "
+            f"{part.engine} splits rows over processes, and {type(model).__name__} shifts labels by "
             "itself, so that it would not use shift_labels. Leave labels out, and compute the loss from the logits."
         )
 
@@ -184,7 +187,7 @@ def inside_documents(
             f"{name}: expected a tensor [{shape[0]}, {shape[1]}], one for each token (or integers of more dimensions "
             f"behind these), found {described(labels)}."
         )
-    at = _crossing(documents, name, tokens if part is None else tokens * part.of).to(labels.device)
+    at = _crossing(documents, name, tokens if part is None else math.prod(part.rows(shape))).to(labels.device)
     if part is not None:
         at = part.here(at, shape)
     rows = labels.reshape(tokens, -1)

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .._torch import autocast_dtype, compiling
+from .._torch import autocast_dtype, compiling, eager
 from .._types import Args, Call, Function
 from ..documents.boundaries import Boundaries
 from ..documents.tensors import require
@@ -23,7 +23,9 @@ from ..kernels.protocol import require_within
 from .facts import Facts
 from .inspecting import uses_flash
 from .prepared import LOOKED_AT, MOST, PLAIN, Prepared, compute_dtype
-from .ulysses import RowPart
+
+if TYPE_CHECKING:
+    from .split.row_part import RowPart
 
 MASK = "attention_mask"  # the forward argument that every version passes to every attention layer
 
@@ -78,6 +80,8 @@ class PackedMask:
     ) -> torch.Tensor:
         """Compute packed attention for a layer: ``[batch, length, query heads, value head dim]``."""
         captured = compiling()  # asked here, as dynamo may trace this function alone
+        if captured and self.part is not None and not self.part.stays_in_a_graph(q.shape[2], k.shape[2]):
+            return _attend_outside_the_graph(self, module, q, k, v, options, kind, casts)
         self.calls.append(None if captured else module)
         documents, facts = self.boundaries, self.facts
         if documents.sources is not None:
@@ -111,11 +115,14 @@ class PackedMask:
         dtype, weight = compute_dtype(module, q, k, v, casts)
         if not (q.dtype is k.dtype is v.dtype is dtype):
             q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-        if self.part is not None:
-            q, k, v, options = self.part.all_tokens(q, k, v, options)
-        kinds = documents.parents is not None, documents.until is not None, documents.sources is not None
-        if kinds[0] or kinds[1]:
+        if documents.parents is not None or documents.until is not None:
             options = self._as_documents_ask(module, options)
+        split = None
+        if self.part is not None:
+            from .split.attention import exchanged  # few processes have a part
+
+            split, (q, k, v, documents, options) = exchanged(self.part, q, k, v, documents, options)
+        kinds = documents.parents is not None, documents.until is not None, documents.sources is not None
         if captured:
             kernel = self.picks.captured(q, k, v, options, kinds)
         else:
@@ -126,7 +133,7 @@ class PackedMask:
             if len(prepared) >= MOST:
                 prepared.clear()
             prepared[kind] = Prepared(self.picks.last[id(module)], kernel, options, dtype, weight)
-        return output if self.part is None else self.part.own_tokens(output)
+        return output if split is None else split.back(output)
 
     def window_of(self, layer: torch.nn.Module | None, said: int | None) -> int | None:
         # `said` is the window that the layer hands to its function.
@@ -195,8 +202,8 @@ class PackedMask:
         # `what` is a part of the model that needs whole documents.
         if self.part is not None:
             raise PackingNotIsolated(
-                f"sequence parallelism (sp_size) splits rows over {self.part.of} processes, and the model has {what}, "
-                "which needs whole documents. Train this model without sequence parallelism."
+                f"{self.part.engine} splits rows over {self.part.of} processes, and the model has {what}, "
+                "which needs whole documents. Train this model without it."
             )
 
     @property
@@ -320,6 +327,11 @@ class PackedMask:
     def rnn_state(self) -> PackedMask:
         # xLSTM (4.55 on) hands it to each layer as `cache_params.rnn_state[layer]`.
         return self
+
+
+@eager
+def _attend_outside_the_graph(mask: PackedMask, *given: Any) -> torch.Tensor:
+    return mask.attend(*given)
 
 
 def mask_among(values: Iterable[Any]) -> PackedMask | None:

@@ -204,4 +204,4 @@ class RowLength(Trait):
         if part is None or not step.role.innermost or not step.calls.takes("cache_position"):
             return
         (_, length), device = batch_shape(step.call)
-        step.call["cache_position"] = torch.arange(length, device=device) + part.number * length
+        step.call["cache_position"] = part.own(torch.arange(part.rows((1, length))[1], device=device))

@@ -60,13 +60,18 @@ def test_a_packed_row_that_does_not_say_so_is_named(patched):
         fa2patch.verify(patched, batch=batch)
 
 
-def test_torchs_context_parallelism_is_refused(patched):
-    # The hook removes every layer's mask, so the row would be computed as one document.
+def test_hooks_of_accelerate_that_drop_masks_are_passed(patched):
+    # It attaches them for context parallelism, and they stay where rows are whole, as in an evaluation of one's own.
     from accelerate.big_modeling import _attach_context_parallel_hooks
 
+    batch, hooks = packed(EXAMPLES), [module._forward_pre_hooks for module in patched.modules()]
+    expected = patched(**batch).logits
     _attach_context_parallel_hooks(patched)
-    with pytest.raises(fa2patch.errors.PackingNotIsolated, match="0 were given the boundaries"):
-        patched(**packed(EXAMPLES))
+    before = [dict(held) for held in hooks]
+    assert torch.equal(patched(**batch).logits, expected) and torch.equal(patched(**batch).logits, expected)
+    fa2patch.revert(patched)
+    for held, attached in zip(hooks, before):
+        assert {*held.values()} <= {*attached.values()}
 
 
 def test_every_stack_is_pinned():

@@ -16,8 +16,11 @@ import torch
 import torch.distributed as dist
 from ranks import finish
 
+from fa2patch.documents.boundaries import Boundaries
 from fa2patch.kernels import Options
-from fa2patch.upstream import ulysses
+from fa2patch.upstream.split import collectives
+from fa2patch.upstream.split.attention import Asked, HeadExchange
+from fa2patch.upstream.split.row_part import RowPart
 
 
 class Traffic:
@@ -36,8 +39,10 @@ def traffic() -> Iterator[Traffic]:
 
     def all_to_all_single(*args: Any, **kwargs: Any) -> Any:
         called = inspect.signature(exchange).bind(*args, **kwargs).arguments
-        processes = dist.get_world_size(called.get("group"))
-        note("all_to_all_single", called["input"], (processes - 1) / processes)  # one piece stays
+        group, sizes = called.get("group"), called.get("input_split_sizes")
+        processes = dist.get_world_size(group)
+        stays = 1 / processes if not sizes else sizes[dist.get_rank(group)] / max(1, sum(sizes))  # one piece stays
+        note("all_to_all_single", called["input"], 1 - stays)
         return exchange(*args, **kwargs)
 
     def all_gather(*args: Any, **kwargs: Any) -> Any:
@@ -53,16 +58,17 @@ def traffic() -> Iterator[Traffic]:
 HEADS = {"all": (8, 8, 16, 16), "grouped": (8, 2, 16, 16), "one key head": (4, 1, 8, 8), "latent": (4, 4, 24, 16)}
 
 
-def exchanged(part: ulysses.RowPart, heads: int, keys: int, width: int, value_width: int) -> list[int]:
+def exchanged(part: RowPart, heads: int, keys: int, width: int, value_width: int) -> list[int]:
     # The bytes of one layer's exchange of heads, forward and backward.
     processes = dist.get_world_size()
     shapes = (heads, width), (keys, width), (keys, value_width)
     q, k, v = (torch.randn(2, 6, n, d, requires_grad=True, dtype=torch.bfloat16) for n, d in shapes)
     with traffic() as forward:
-        to = part.all_tokens(q, k, v, Options())
+        way = HeadExchange(part, None)
+        to = way.there(Asked(q, k, v, Boundaries(torch.zeros(2, dtype=torch.int32), 0), Options()))
         assert to[0].shape == (2, 6 * processes, heads // processes, width)
         output = to[0][..., :value_width] + to[2].repeat_interleave(to[0].shape[2] // to[2].shape[2], 2) + to[1].sum()
-        back = part.own_tokens(output)
+        back = way.back(output)
     with traffic() as backward:
         back.sum().backward()
     return [sum(one.sent.values()) for one in (forward, backward)]
@@ -72,8 +78,8 @@ def main(out: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     group = dist.group.WORLD
-    ulysses.groups[group.group_name] = group
-    part = ulysses.RowPart(dist.get_rank(), dist.get_world_size(), group.group_name)
+    collectives.groups[group.group_name] = group
+    part = RowPart(dist.get_rank(), dist.get_world_size(), None, group.group_name)
     found = {case: [heads, exchanged(part, *heads)] for case, heads in HEADS.items()}
     with traffic() as ids:
         part.gathered([torch.arange(6), torch.arange(6)])

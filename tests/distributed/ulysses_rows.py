@@ -90,16 +90,21 @@ def precision(
     return torch.float64
 
 
-def part(batch: dict[str, Any]) -> dict[str, Any]:
-    # Labels are shifted first, as in ``UlyssesSPDataLoaderAdapter``.
+def shifted(batch: dict[str, Any]) -> dict[str, Any]:
+    # Labels are shifted before rows are split, as in ``UlyssesSPDataLoaderAdapter`` and in Trainer.
     batch = dict(batch)
     if "labels" in batch:
-        batch["shift_labels"] = torch.nn.functional.pad(batch.pop("labels"), (0, 1), value=IGNORED)[:, 1:]
+        batch["shift_labels"] = torch.nn.functional.pad(batch.pop("labels"), (0, 1), value=IGNORED)[:, 1:].contiguous()
+    return batch
+
+
+def part(batch: dict[str, Any]) -> dict[str, Any]:
+    batch = shifted(batch)
     length = batch["input_ids"].shape[1]
-    return {name: own(value) if _has_tokens(value, length) else value for name, value in batch.items()}
+    return {name: own(value) if has_tokens(value, length) else value for name, value in batch.items()}
 
 
-def _has_tokens(value: Any, length: int) -> bool:
+def has_tokens(value: Any, length: int) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[-1] == length
 
 
@@ -116,7 +121,7 @@ def whole(values: torch.Tensor) -> torch.Tensor:
     return torch.cat(parts, dim=1)
 
 
-def gradients(model: Any) -> dict[str, torch.Tensor]:
+def gradients(model: Any, sharing: Any = None) -> dict[str, torch.Tensor]:
     # Gradients are summed over the processes, and reset. An expert may get tokens in one process only. Parameters
     # without a gradient in any process are left out.
     found = {}
@@ -124,7 +129,7 @@ def gradients(model: Any) -> dict[str, torch.Tensor]:
         gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
         has_one = torch.tensor(parameter.grad is not None, dtype=torch.int64)
         for value in (gradient, has_one):
-            dist.all_reduce(value, group=group())
+            dist.all_reduce(value, group=sharing or group())
         if has_one:
             found[name] = gradient
     model.zero_grad()

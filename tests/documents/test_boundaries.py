@@ -6,8 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fa2patch.documents import tensors
-from fa2patch.documents.boundaries import Boundaries, Part
+from fa2patch.documents.boundaries import Boundaries
 from fa2patch.documents.given_boundaries import from_cu_seqlens
+from fa2patch.documents.parts import Part
 from fa2patch.documents.spans import last_seen
 from fa2patch.errors import PackingNotIsolated
 
@@ -163,7 +164,7 @@ def test_clipped_lengths_count_what_the_part_holds_of_each_document(batch):
     for number in range(of):
         part = Part(number, of)
         held = torch.bincount(part.own(of_tokens).flatten(), minlength=len(boundaries))
-        assert torch.equal(part.clipped(boundaries.cu_seqlens, shape).diff().long(), held)
+        assert torch.equal(part.clipped(boundaries, shape).diff().long(), held)
 
 
 @given(split_batches())
@@ -177,7 +178,7 @@ def test_documents_are_given_if_each_lies_in_one_part(batch):
         found = part.documents(boundaries, shape)
         assert (found is None) == cut
         if found is not None:
-            clipped = part.clipped(boundaries.cu_seqlens, shape)
+            clipped = part.clipped(boundaries, shape)
             assert [n for n in found.lengths if n] == [n for n in clipped.diff().tolist() if n]
             assert found.max_seqlen == max(found.lengths)
 

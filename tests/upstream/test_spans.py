@@ -16,7 +16,7 @@ from fa2patch.upstream import masks
 from fa2patch.upstream.facts import Facts
 from fa2patch.upstream.masks import Blocks
 from fa2patch.upstream.packed_mask import PackedMask
-from fa2patch.upstream.ulysses import RowPart
+from fa2patch.upstream.split.row_part import RowPart
 
 FAMILIES = [
     pytest.param(family, marks=pytest.mark.skipif(not cases.is_present(family), reason=transformers.__version__))
@@ -227,7 +227,7 @@ def test_a_compiled_model_computes_spans(family):
 
 def test_rows_that_are_split_over_processes_are_refused_if_they_have_spans():
     documents = Boundaries(torch.tensor([0, 3, 8], dtype=torch.int32), 5)
-    mask = PackedMask(documents, None, (1, 4), 5, part=RowPart(0, 2, "group"))
+    mask = PackedMask(documents, None, (1, 4), 5, part=RowPart(0, 2, None, "group", "sequence parallelism (sp_size)"))
     assert masks.with_spans(mask, Blocks(torch.full((1, 4), -1), None)) is mask
     with pytest.raises(errors.PackingNotIsolated, match="sequence parallelism .* see each other in both directions"):
         masks.with_spans(mask, Blocks(torch.zeros(1, 4, dtype=torch.long), None))

@@ -61,11 +61,10 @@ def _computed(
         own = mask.part.documents(mask.boundaries, mask.shape)
         if own is None:
             raise PackingNotIsolated(
-                f"sequence parallelism (sp_size) splits rows over {mask.part.of} processes, and "
+                f"{mask.part.engine} splits rows over {mask.part.of} processes, and "
                 f"{type(module).__name__} carries a state along each document: expected documents that lie whole in "
-                f"one process, {mask.shape[1]} tokens of a row, without segment_parents; found one that goes on in the "
-                "next. Pack rows so that a document starts wherever they are cut, or train this model without sequence "
-                "parallelism."
+                f"one process, {mask.shape[1]} tokens of a row, without segment_parents; found one that goes on in "
+                "another. Pack rows so that a document starts wherever they are cut, or train this model without it."
             )
         documents = own
     mixing = Mixing(original, module, args, kwargs, documents, mask.shape, hands_on)

@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from ..._torch import compiling
+from ..._torch import SDPA, compiling
 from ..._types import Args, Call, Function
 from ...errors import PackingNotIsolated
 from ...kernels import Options
@@ -70,7 +70,7 @@ class FormulaMask(PackedMask):
 
     @classmethod
     def __torch_function__(cls, function: Function, types: object, args: Args = (), kwargs: Any = None) -> Any:
-        if function is functional.scaled_dot_product_attention:
+        if function is SDPA:
             given = {**dict(zip(("query", "key", "value", "attn_mask", "dropout_p"), args)), **(kwargs or {})}
             q, k, v, mask = (given[name] for name in ("query", "key", "value", "attn_mask"))
             return mask.attended(q, k, v, scale=given.get("scale"), dropout=given.get("dropout_p", 0.0))

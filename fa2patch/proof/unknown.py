@@ -20,7 +20,7 @@ from .._types import Model
 from ..upstream import forward, hooks, inspecting
 from ..upstream.find_layers import ModelLayers
 from ..upstream.find_models import named_modules, stacks_of
-from ..upstream.other_code import below_ours, is_known, where_defined
+from ..upstream.other_code import below_ours, is_known, is_of_transformers, where_defined
 from ..upstream.step import MARK, PADDING, ROLE
 from .looking import EVERYWHERE, HOOKS, WatchedHook, has_only_looked
 
@@ -63,9 +63,7 @@ def _unknown(model: ModelLayers) -> Iterator[str]:
         elif not is_known(function):
             yield f"{name} ({where_defined(function)})"
     inside = tuple(f"{name}." for name in [*model.carrying, *(layer.name for layer in model.attention)])
-    # classes that have their forward from torch, and that is not known to look at one token at a time
-    owners = {cls: inspecting.defining(cls, "forward") for cls in {*map(type, model.text_modules.values())}}
-    classes = {cls for cls, owner in owners.items() if inspecting.is_of_torch(owner) and owner not in _BY_TOKEN}
+    classes = {cls for cls in {*map(type, model.text_modules.values())} if _is_of_torch(cls)}
     for name, module in model.text_modules.items():
         if type(module) in classes and _looks_along_the_row(module) and not f"{name}.".startswith(inside):
             yield f"{name} (torch's {type(module).__name__}, which may look at other tokens)"
@@ -126,6 +124,14 @@ def _forwards(module: torch.nn.Module) -> Iterator[Any]:
         yield type(module).__call__
     if "forward" in vars(module):
         yield vars(module)["forward"]
+
+
+def _is_of_torch(cls: type) -> bool:
+    # Whether its forward is torch's, and not known to look at one token at a time. FSDP2 makes a class of each layer's,
+    # to which Transformers 5.24 hands the layer's own forward.
+    owner = inspecting.defining(cls, "forward")
+    own = inspecting.is_of_torch(owner) and owner not in _BY_TOKEN
+    return own and not is_of_transformers(vars(owner)["forward"])
 
 
 def _looks_along_the_row(module: torch.nn.Module) -> bool:

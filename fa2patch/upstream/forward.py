@@ -15,7 +15,7 @@ import inspect
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import Any, Callable
+from typing import TYPE_CHECKING, Any, Callable
 
 import torch
 
@@ -38,6 +38,9 @@ from .step import MARK, PADDING, ROLE, Patched, Step
 from .transformers_names import ENCODED
 
 # What a thread remembers of the forwards that it is in. It is compared with; boundaries never travel through it.
+
+if TYPE_CHECKING:
+    from .split.row_part import RowPart
 
 
 class _Thread(threading.local):
@@ -183,11 +186,6 @@ def _make_mask(step: Step, shape: tuple[int, int], first: bool) -> PackedMask | 
     # Padding that a collator of fa2patch has made is a document. `real_tokens` mark it, [batch, length] with 0 in the
     # padding, and become the mask that router losses weigh tokens by.
     real = step.call.pop(REAL, None)
-    if real is not None and not (isinstance(real, torch.Tensor) and real.shape == shape):
-        raise BadBatch(
-            f"{REAL}: expected a tensor {list(shape)}, 0 in the padding and 1 elsewhere, found {described(real)}. Pass "
-            "it as the collator made it, or leave it out if the row has no padding."
-        )
     # If this process holds a part of every row, the boundaries are those of the whole rows.
     part = row_part(step.module, step.call) if (around or innermost) and not step.by_hook else None
     if around:
@@ -205,6 +203,8 @@ def _make_mask(step: Step, shape: tuple[int, int], first: bool) -> PackedMask | 
     always = not step.calls.takes_ids and call.get("position_ids") is not None and not caches.held(call)
     for_proof = {**call}  # a proof runs it again, and position ids that are made below may seem to restart
     made = packed_mask_of(call, patch, made_inside, training, part, may_be_packed=one_per_token, always=always)
+    if real is not None:
+        real = _real_of(real, shape, None if made is None else made.part)
     if made is not None:
         if made.part is not None:
             _keep_masks(step)  # an engine's own attention must not run
@@ -221,6 +221,18 @@ def _make_mask(step: Step, shape: tuple[int, int], first: bool) -> PackedMask | 
     elif around and not caches.held(call):
         given_boundaries.refuse_unread(call, step.calls.names, shape, training)
     return made
+
+
+def _real_of(real: Any, shape: tuple[int, int], part: RowPart | None) -> torch.Tensor:
+    # Trainer's context parallelism splits what it knows, and leaves these whole.
+    if part is not None and isinstance(real, torch.Tensor) and real.shape == part.rows(shape):
+        return part.own(real)
+    if not (isinstance(real, torch.Tensor) and real.shape == shape):
+        raise BadBatch(
+            f"{REAL}: expected a tensor {list(shape)}, 0 in the padding and 1 elsewhere, found {described(real)}. Pass "
+            "it as the collator made it, or leave it out if the row has no padding."
+        )
+    return real
 
 
 def _refuse_unprepared(step: Step, call: Call) -> None:

@@ -148,14 +148,6 @@ def _prove_if_due(patch: Examined, module: Model, call: Call, mask: PackedMask) 
     due = _due(examination, module, mask.boundaries, mask.shape)
     if not due:
         return
-    if mask.part is not None:
-        held = unknown(ModelLayers(patch.model)) or "nothing in it"
-        raise PackingNotIsolated(
-            f"{name} must prove that its modules keep documents apart (prove={examination.prove!r}; fa2patch does not "
-            f"know {held}), and {mask.part.engine} splits rows over processes, so that none can prove it by itself. "
-            " Call fa2patch.verify(model, batch=batch) on every rank, then "
-            "fa2patch.apply(model, prove=False)."
-        )
     if call.get(ENCODED) is not None and not patch.facts.stacks:
         raise PackingNotIsolated(
             f"{name} must prove that its modules keep documents apart (fa2patch does not know "

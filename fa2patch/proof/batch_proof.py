@@ -29,6 +29,7 @@ from ..upstream.packed_mask import PackedMask
 from ..upstream.step import MARK, ROLE
 from .inputs import exchanges, slices_between
 from .runs import Rounded, Runs, largest_part, picks, rounding, roundings, with_leaf
+from .split_rows import WholeRows
 from .state import State
 from .unknown import unknown
 
@@ -48,7 +49,9 @@ class BatchProof(Runs):
     def __init__(self, model: Model, original: Model, call: Call, mask: PackedMask, state: State) -> None:
         # ``model`` is the one that is run: a replica, or ``original`` itself. Each run begins with ``state``.
         slices = slices_between(mask.boundaries, mask.shape[1], None)
-        super().__init__(model, models(model)[-1], call, slices, mask.shape)
+        self.split = model if isinstance(model, WholeRows) else None
+        within = model if self.split is None else self.split.model
+        super().__init__(model, models(within)[-1], call, slices, mask.shape)
         self.original, self.state, self.device = original, state, mask.device
         self.leaf: torch.Tensor | None = None  # the embeddings of the last run, as the model was given them
         self.real = torch.tensor(True) if mask.real is None else mask.real.to(self.device) != 0
@@ -157,7 +160,9 @@ class BatchProof(Runs):
                 output = self.run(self.call, exchanged)
         finally:
             handle.remove()
-        return found if self.model is self.inner else [*found, *map(projected, self._of_tokens(output))]
+        if self.inner in (self.model, getattr(self.split, "model", None)):
+            return found
+        return [*found, *map(projected, self._of_tokens(output, whole=True))]
 
     def run(self, call: Call, exchanged: torch.Tensor | None = None) -> Any:
         self.state.put_back()
@@ -167,10 +172,15 @@ class BatchProof(Runs):
         output, self.leaf = with_leaf(self.model, self.inner, call, exchanged, self.shape, before_hooks=True)
         return output
 
-    def _of_tokens(self, output: Any) -> list[torch.Tensor]:
-        # What the output holds for each token, or for its document, ``[batch, length, numbers]``.
+    def _of_tokens(self, output: Any, whole: bool = False) -> list[torch.Tensor]:
+        # What the output holds for each token, or for its document, ``[batch, length, numbers]``. If an engine splits
+        # rows, it is of this process's part, or of the whole rows.
         found = []
-        for value in filter(torch.Tensor.is_floating_point, tensors(output)):
+        for value in filter(torch.Tensor.is_floating_point, tensors(vars(output) if whole and self.split else output)):
+            if self.split is not None and not whole:
+                if not self.split.has_tokens(value):
+                    continue
+                value = self.split.whole(value)
             if value.shape[:2] == self.shape and not (self.pools and value.dim() == 2):
                 found.append(value.reshape(*self.shape, -1))
             elif value.dim() and len(value) == len(self.pooled):
@@ -185,11 +195,11 @@ class BatchProof(Runs):
         if self.leaf is None:
             return 0.0  # the caller finds that nothing was exchanged either
         (found,) = self.gradients_to(outputs, [self.leaf], ~exchanged)
-        return largest_part(found, exchanged)
+        return largest_part(found[:, : self.shape[1]], exchanged)
 
     def suspect(self) -> str:
         known = unknown(ModelLayers(self.original)) or "nothing by its class"
-        return f"{type(self.model).__name__} holds what fa2patch does not know, {known}"
+        return f"{type(self.original).__name__} holds what fa2patch does not know, {known}"
 
     def leak(self, exchanged: torch.Tensor, how: str) -> str:
         where = "in which module could not be seen"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 import torch
 
@@ -17,6 +18,7 @@ from .batch_proof import BatchProof
 from .inputs import example
 from .replica import open_gates, replica
 from .runs import left_as_it_was
+from .split_rows import WholeRows, whole_call
 from .state import State
 from .unknown import unknown_modules
 
@@ -35,12 +37,23 @@ def prove(model: Model, call: Call, mask: PackedMask, itself: bool = False, hook
             run = model
         else:
             run = replica(model, unknown_modules(model))
+        run, call, mask = _of_whole_rows(run, model, call, mask)
         state = State(run.modules(), of_hooks=hooks)
         stack.callback(state.put_back)
         proof = _proof_of(model)(run, model, call, mask, state)
         stack.enter_context(without_gradients() if not gradients else autocast_uncached())
         proof.require_apart(gradients)
         proof.require_as_alone()
+
+
+def _of_whole_rows(run: Any, model: Model, call: Call, mask: PackedMask) -> tuple[Any, Call, PackedMask]:
+    # If an engine splits rows, every process runs the same, each with its part of them.
+    if mask.part is None:
+        return run, call, mask
+    call = whole_call(call, mask.part, mask.shape)
+    whole = packed_mask_of(dict(call), vars(model)[MARK], always=True)
+    assert whole is not None, "its parts were packed"
+    return WholeRows(run, mask.part, counts_labels=False), call, whole
 
 
 def _proof_of(model: Model) -> type[BatchProof]:
@@ -55,7 +68,7 @@ def call_hooks(model: Model, call: Call, mask: PackedMask) -> None:
     # The batch is computed once, to see what the hooks do that are watched.
     gradients = torch.is_grad_enabled()
     with outside_the_forward(mask.device), autocast_uncached() if gradients else without_gradients():
-        run = replica(model)
+        run, call, mask = _of_whole_rows(replica(model), model, call, mask)
         state = State(run.modules(), of_hooks=True)
         try:
             proof = _proof_of(model)(run, model, call, mask, state)

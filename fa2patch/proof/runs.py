@@ -176,10 +176,10 @@ def with_leaf(
 
     def given(embedded: torch.Tensor) -> torch.Tensor:
         nonlocal leaf
-        if shape is not None and embedded.shape[:2] != shape:
+        if shape is not None and (embedded.shape[:2] if split is None else split.shape) != shape:
             return embedded
         if exchanged is not None:
-            embedded = others(embedded, exchanged)
+            embedded = others(embedded, exchanged if split is None else split.own(exchanged.to(embedded.device)))
         if not torch.is_grad_enabled() or leaf is not None:
             return embedded
         embedded = embedded.detach()

@@ -26,13 +26,14 @@ class WholeRows(torch.nn.Module):
         super().__init__()
         self.model, self.part, self.counts_labels = model, part, counts_labels
         self.multiple = part.of if part.arranges is None else 2 * part.of  # a piece of the row's head and of its tail
+        self.shape: tuple[int, ...] = ()  # [batch, length] of the rows that were computed last, without padding
 
     # Every process of the group must make the same calls. Rows are padded to a multiple of the processes by a document
     # of its own, whose outputs are cut off.
     def forward(self, **batch: Any) -> Any:
         ids = batch["input_ids"]
         length, more = ids.shape[1], -ids.shape[1] % self.multiple
-        self.part = self.part.of_rows(length + more)
+        self.part, self.shape = self.part.of_rows(length + more), tuple(ids.shape)
         if batch.get("position_ids") is None and batch.get("cu_seq_lens_q") is None:
             batch["position_ids"] = torch.arange(length, device=ids.device).expand(ids.shape)
         if more:
@@ -45,7 +46,7 @@ class WholeRows(torch.nn.Module):
         labels = batch.get("shift_labels")
         output = self.model(**batch)
         named = {"logits": output.logits} if hasattr(output, "logits") else {"last_hidden_state": output[0]}
-        found = {name: self.gathered(value)[:, :length] for name, value in named.items()}
+        found = {name: self.whole(value) for name, value in named.items()}
         loss = getattr(output, "loss", None)
         # The mean is over the labels that are passed. A patched model ignores some, so its labels are not counted.
         if loss is not None and labels is not None and self.counts_labels:
@@ -54,6 +55,20 @@ class WholeRows(torch.nn.Module):
             dist.all_reduce(sums, group=collectives.groups[self.part.group])
             found["loss"] = sums[0] / sums[1]
         return SimpleNamespace(**found)
+
+    def own(self, values: torch.Tensor) -> torch.Tensor:
+        # this process's part of the values [batch, length] of whole rows, with zeros for padding
+        rows = self.part.rows((1, values.shape[1] // self.part.of))[1]
+        return self.part.own(torch.nn.functional.pad(values, (0, rows - values.shape[1])))
+
+    def whole(self, values: torch.Tensor) -> torch.Tensor:
+        # the values [batch, length, ...] of all processes, without padding
+        return self.gathered(values)[:, : self.shape[1]]
+
+    def has_tokens(self, values: torch.Tensor) -> bool:
+        # whether the values are [batch, length of the part, ...]
+        length = self.part.own(torch.empty(0, self.shape[1] + -self.shape[1] % self.multiple)).shape[-1]
+        return tuple(values.shape[:2]) == (self.shape[0], length)
 
     def gathered(self, values: torch.Tensor, dim: int = 1) -> torch.Tensor:
         # The gradient of the part's values is their own.
@@ -74,6 +89,18 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         return ctx.part.own(gradient, ctx.dim), None, None
+
+
+def whole_call(call: Call, part: RowPart, shape: tuple[int, int]) -> Call:
+    """The call of whole rows, of which ``call`` has this process's part."""
+    made = dict(call)
+    for name, value in call.items():
+        if isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[-1] == shape[1]:
+            made[name] = part.joined(value.contiguous())
+    shifted = made.pop("shift_labels", None)  # they are shifted again where the rows are split
+    if shifted is not None:
+        made["labels"] = torch.nn.functional.pad(shifted, (1, 0), value=IGNORED_LABEL)[:, :-1]
+    return made
 
 
 def _of_tokens(batch: Call) -> Call:

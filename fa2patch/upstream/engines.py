@@ -57,6 +57,8 @@ def _fields(splitter: str, training: bool) -> tuple[Any, ...] | None:
     # those of _part_in; None if it is not known how the engine splits rows
     if splitter == _SPLITTERS[_PACKAGE]:
         return _ulysses_part(training)
+    if splitter == _SPLITTERS[_RING]:
+        return _ring_part()
     return _context_part(torch.nn.functional.scaled_dot_product_attention) if splitter == _SPLITTERS[_TORCH] else None
 
 
@@ -113,6 +115,29 @@ def _context_part(sdpa: Function) -> tuple[Any, ...] | None:
     from ..documents.parts import consecutive, head_and_tail
 
     return _part_in(meshes[0].get_group(), head_and_tail if options.enable_load_balance else consecutive)
+
+
+@constant
+def _ring_part() -> tuple[Any, ...] | None:
+    # The function that substitute_hf_flash_attn puts in the place of Transformers' holds the process group in the
+    # functions that it calls. Its rows are cut into consecutive parts. It is switched off for rows that are whole.
+    for name in FLASH:
+        function = getattr(sys.modules.get(name), CALLS_FLASH, None)
+        groups = [*_groups_in(function, 3)]
+        if groups and getattr(function, "__globals__", {}).get("RING_ATTN_SWITCH", True) is False:
+            return ()
+        if groups:
+            from ..documents.parts import consecutive
+
+            return _part_in(groups[0], consecutive)
+    return None
+
+
+def _groups_in(function: object, depth: int) -> Iterator[Any]:
+    for value in inspecting.enclosed(function).values() if depth else ():
+        if isinstance(value, dist.ProcessGroup):
+            yield value
+        yield from _groups_in(value, depth - 1)
 
 
 def _ulysses() -> Any:

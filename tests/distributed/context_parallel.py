@@ -1,7 +1,7 @@
 """Training with context parallelism equals training in one process: ``context_parallel.py ENGINE [FEATURE ...] OUT``.
 
 ENGINE is torch (its ``context_parallel``), plain (the same with parts that are not balanced), accelerate (its hooks
-beside it) or Trainer (what it does to a batch). Features are those of ``split_training.py``.
+beside it), Trainer (what it does to a batch) or ring_flash_attn. Features are those of ``split_training.py``.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from engines import ENGINES, Torch
+from engines import ENGINES, Engine
 from ranks import finish
 from split_training import Case, batch_of, documents, table
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import fa2patch
@@ -22,7 +23,7 @@ from compat_matrix.check import rows
 
 
 @torch.no_grad()
-def beside(engine: Torch) -> dict[str, Any]:
+def beside(engine: Engine) -> dict[str, Any]:
     """Whole rows before and after a batch that is split, and rows that torch shards by itself."""
     docs, case = documents(Case()), Case()
     model = tiny_models.build("llama", "sdpa")
@@ -37,7 +38,8 @@ def beside(engine: Torch) -> dict[str, Any]:
     before = whole()
     with engine.split(dict(batch)) as own:
         model(**own, use_cache=False)
-    sharded = {name: distribute_tensor(value, engine.mesh, [Shard(1)]) for name, value in batch.items()}
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    sharded = {name: distribute_tensor(value, mesh, [Shard(1)]) for name, value in batch.items()}
     try:
         model(**sharded, use_cache=False)
     except fa2patch.errors.PackingNotIsolated as error:

@@ -8,12 +8,18 @@ without the rest.
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib.util
 import inspect
+import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
+import transformers
 import ulysses_rows
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -98,9 +104,64 @@ class Accelerate(Torch):
         _attach_context_parallel_hooks(model)
 
 
+class ByTrainer(Accelerate):
+    # Trainer chooses what is split, makes shift_labels and missing ids, and leaves other columns whole.
+
+    has_none_of = ("no position_ids",)
+
+    @contextlib.contextmanager
+    def split(self, batch: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        def maybe(buffers: list[torch.Tensor], **given: Any) -> Any:
+            return self._within(buffers)
+
+        config = SimpleNamespace(cp_enabled=True, cp_backend="torch")
+        accelerator = SimpleNamespace(parallelism_config=config, maybe_context_parallel=maybe)
+        trainer: Any = SimpleNamespace(accelerator=accelerator)
+        if hasattr(transformers.Trainer, "_is_attention_mask_causal"):
+            trainer._is_attention_mask_causal = transformers.Trainer._is_attention_mask_causal.__get__(trainer)
+        own = {name: value.clone() if torch.is_tensor(value) else value for name, value in batch.items()}
+        model = SimpleNamespace()  # without a config it asks for no attn_implementation
+        within, own = transformers.Trainer._prepare_context_parallel_inputs(trainer, model, own)  # type: ignore[arg-type]
+        own.pop("labels", None)
+        with within():
+            yield own
+
+
+class Ring(Engine):
+    # The package's own substitute_hf_flash_attn. Its attention needs flash-attn, and is not called.
+
+    has_none_of = ("parts of different lengths",)
+    unpatched = "eager"
+
+    def __init__(self) -> None:
+        if importlib.util.find_spec("flash_attn") is None:  # its modules import names only
+            for name in ("flash_attn", "flash_attn.flash_attn_interface"):
+                sys.modules[name] = mock.MagicMock(__version__="2.8.3", __spec__=None)
+        adapters = importlib.import_module("ring_flash_attn.adapters.hf_adapter")
+        self.substitute = functools.partial(adapters.substitute_hf_flash_attn, dist.group.WORLD, 1)
+        self.adapters, self.flash = adapters, sys.modules["transformers.modeling_flash_attention_utils"]
+
+    def prepare(self, model: Any, rows: int = 1) -> None:
+        self.adapters.use_ring_attn(False)
+
+    @contextlib.contextmanager
+    def on(self) -> Iterator[None]:
+        with mock.patch.object(self.flash, "_flash_attention_forward", self.flash._flash_attention_forward):
+            self.substitute()
+            self.adapters.use_ring_attn(True)
+            yield
+
+    @contextlib.contextmanager
+    def split(self, batch: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        with self.on():
+            yield ulysses_rows.part(batch)
+
+
 ENGINES = {
     "ulysses": Ulysses,
     "torch": Torch,
     "plain": lambda: Torch(balanced=False),
     "accelerate": Accelerate,
+    "Trainer": ByTrainer,
+    "ring_flash_attn": Ring,
 }

@@ -76,8 +76,10 @@ class RowPart(Part):
         lengths, shape = dict(batch.lengths), self.rows(batch.shape)
         if batch.mask is None and PARENTS not in lengths and "cu_seq_lens_q" in lengths:
             return batch._replace(shape=shape, position_ids=None)
+        if lengths.get("seq_idx") is not None and lengths["seq_idx"].shape[-1] == shape[1]:
+            batch = batch._replace(lengths={})  # Trainer's context parallelism leaves it whole
         whole = self.gathered([numbers.expand(batch.shape) for numbers in _numbers(batch)])
-        if "seq_idx" in lengths:
+        if "seq_idx" in batch.lengths:
             lengths["seq_idx"] = whole.pop()
         mask = None if batch.mask is None else whole.pop()
         ids = None if not whole else whole[0] if len(whole) == 1 else torch.stack(whole)

@@ -21,10 +21,17 @@ ENGINES = {
     "ulysses_engine loop": "accelerate's `sp_size`",
     "ulysses_engine trainer": "Trainer's `sp_size`",
     "tensor_parallel": "tensor parallelism",
-    "split_rows torch": "torch's `context_parallel`",
-    "split_rows accelerate": "accelerate's `cp_size`",
-    "split_rows Trainer": "Trainer's `cp_size`",
-    "split_rows ring_flash_attn": "ring_flash_attn",
+    "context_parallel torch": "torch's `context_parallel`",
+    "context_parallel plain": "the same in plain order",
+    "context_parallel accelerate": "accelerate's `cp_size`",
+    "context_parallel Trainer": "Trainer's `cp_size`",
+    "context_parallel ring_flash_attn": "ring_flash_attn",
+}
+# the engines whose columns have what these scripts train
+TRAINING = {
+    "context_training fsdp": "context_parallel torch",
+    "context_training loop": "context_parallel accelerate",
+    "context_training trainer": "context_parallel Trainer",
 }
 IDS = ("packed rows by ids", "documents that cross the border")
 # The rows of the tables of LONG_ROWS.md that a script's feature stands for, where they have other names.
@@ -139,7 +146,7 @@ def by_engine(evidence: Evidence, kind: str) -> Cells:
     for engine in ENGINES:
         for entry, finding in evidence["checks"].items():
             script, processes = split(entry)
-            if f"{script} ".startswith(f"{engine} "):
+            if f"{TRAINING.get(script, script)} ".startswith(f"{engine} "):
                 for feature, cell in _features(script, finding, kind):
                     cells.setdefault(engine, {}).setdefault(feature, []).append((processes, cell))
     return cells
@@ -147,7 +154,11 @@ def by_engine(evidence: Evidence, kind: str) -> Cells:
 
 def _features(script: str, finding: Evidence, kind: str) -> Iterator[tuple[str, dict[str, Any]]]:
     # Ten steps of training by accelerate or Trainer stand for several rows.
-    if not script.startswith("ulysses_engine"):
+    if script in TRAINING:
+        for name, row in (("whole", "fifty steps"), ("resumed", "fifty steps, resumed after half of them")):
+            if kind == "table" and name in finding:
+                yield row, {"found": "right" if finding["ok"] else "wrong", "off_by": finding[name]}
+    elif not script.startswith("ulysses_engine"):
         for name, cell in finding.get(kind, {}).items():
             yield from ((feature, cell) for feature in FEATURES.get(name, (name,)))
     elif "alone" in finding:

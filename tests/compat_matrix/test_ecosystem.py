@@ -237,7 +237,7 @@ RUNS = {
             "old": {"crossing": {"found": "upstream", "said": "one process: RuntimeError"}},
         },
     },
-    "split_rows torch": {"table": {"mixers": {"found": "refused", "said": REFUSAL, "off_by": None}}},
+    "context_parallel torch": {"table": {"mixers": {"found": "refused", "said": REFUSAL, "off_by": None}}},
 }  # fmt: skip
 
 
@@ -297,10 +297,10 @@ def test_every_script_of_the_stacks_is_of_an_engine_or_about_architectures():
     for name in (name for name in STACKS if name.startswith(pages.LONG)):
         scripts = {runner.check_of(test) for test in STACKS[name].tests} - {"ulysses_architectures"}
         evidence = {"checks": {script: {"ok": True, "table": {"x": {}}} for script in scripts}}
-        started = {script for script in scripts if script.startswith("ulysses_engine")}
+        started = {script for script in scripts if script.startswith(("ulysses_engine", *pages.TRAINING))}
         columns = pages.by_engine(evidence, "table")
         assert sum(len(one["x"]) for one in columns.values()) == len(scripts - started)
-        assert all(any(script.startswith(engine) for engine in pages.ENGINES) for script in started)
+        assert all(any(script.startswith((engine, *pages.TRAINING)) for engine in pages.ENGINES) for script in started)
 
 
 @pytest.mark.parametrize("name", ["accelerate_multi_node", "accelerate_fsdp2", "accelerate_deepspeed"])

@@ -8,7 +8,6 @@ without the rest.
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib.util
 import inspect
 import sys
@@ -133,22 +132,31 @@ class Ring(Engine):
     has_none_of = ("parts of different lengths",)
     unpatched = "eager"
 
-    def __init__(self) -> None:
+    def prepare(self, model: Any, rows: int = 1) -> None:
+        # Version 0.1.8 cannot be imported beside the newest Transformers.
         if importlib.util.find_spec("flash_attn") is None:  # its modules import names only
             for name in ("flash_attn", "flash_attn.flash_attn_interface"):
                 sys.modules[name] = mock.MagicMock(__version__="2.8.3", __spec__=None)
-        adapters = importlib.import_module("ring_flash_attn.adapters.hf_adapter")
-        self.substitute = functools.partial(adapters.substitute_hf_flash_attn, dist.group.WORLD, 1)
-        self.adapters, self.flash = adapters, sys.modules["transformers.modeling_flash_attention_utils"]
-
-    def prepare(self, model: Any, rows: int = 1) -> None:
-        self.adapters.use_ring_attn(False)
+        try:
+            self.adapters = importlib.import_module("ring_flash_attn.adapters.hf_adapter")
+        except ImportError as error:
+            raise ValueError(str(error).partition(" (")[0]) from error
+        finally:
+            for name in ("flash_attn", "flash_attn.flash_attn_interface"):
+                if isinstance(sys.modules.get(name), mock.MagicMock):
+                    del sys.modules[name]
+        with self.on():
+            pass
 
     @contextlib.contextmanager
     def on(self) -> Iterator[None]:
-        with mock.patch.object(self.flash, "_flash_attention_forward", self.flash._flash_attention_forward):
-            self.substitute()
-            self.adapters.use_ring_attn(True)
+        flash = sys.modules["transformers.modeling_flash_attention_utils"]
+        table = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS
+        with (
+            mock.patch.object(flash, "_flash_attention_forward", flash._flash_attention_forward),
+            mock.patch.dict(getattr(table, "_global_mapping", table)),
+        ):
+            self.adapters.substitute_hf_flash_attn(dist.group.WORLD, 1)
             yield
 
     @contextlib.contextmanager

@@ -35,6 +35,14 @@ def test_ulysses_quickly():
 
 
 @pytest.mark.slow
+@needs_fsdp2
+@pytest.mark.parametrize("way", ["loop", "trainer", "fsdp, 4 processes"])
+def test_fifty_steps_with_context_parallelism(way):
+    found = launched(f"context_training {way}")
+    assert found["ok"], found
+
+
+@pytest.mark.slow
 @needs_registry
 def test_a_parts_router_loss():
     found = launched("router_parts")
@@ -87,8 +95,8 @@ def test_a_script_in_several_processes(entry, finding):
 def test_every_script_about_long_rows_is_in_a_stack():
     processes = {split(entry) for entry in ENTRIES}
     scripts = {script.split()[0] for script, _ in processes}
-    assert {"ulysses", "ulysses_engine", "ulysses_architectures", "tensor_parallel", "split_rows"} <= scripts
-    assert {("ulysses", 4), ("tensor_parallel", 4), ("split_rows torch", 2)} <= processes
+    assert {"ulysses", "ulysses_engine", "ulysses_architectures", "tensor_parallel", "context_parallel"} <= scripts
+    assert {("ulysses", 4), ("tensor_parallel", 4), ("context_parallel torch", 4)} <= processes
 
 
 @pytest.mark.slow

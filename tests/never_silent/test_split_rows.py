@@ -140,5 +140,5 @@ def test_one_graph_and_none_where_somebody_comes_in_between(model, in_torchs_pla
     importlib.util.find_spec("torch.distributed.tensor.experimental") is None, reason="came with torch 2.5"
 )
 def test_two_processes_with_half_of_each_row():
-    finding = launched("context_parallel")
+    finding = launched("context_parallel torch")
     assert finding["ok"], finding

@@ -72,6 +72,7 @@ class Patch:
         budget: how many tokens are computed at once; None for no limit.
         vouched: whether the last packed batch reached every layer in ``attention``.
         skips: whether a packed batch has missed a layer, so that the layers that run are recorded.
+        changes_ids: whether the last packed batch's position ids were changed in place.
         named: the ``architecture`` argument of ``apply``.
         tally: what the model has computed packed. ``fa2patch run`` says it in the end.
         rehooked: the instance attributes ``forward`` and ``_old_forward`` that were replaced: object, name and the
@@ -101,6 +102,7 @@ class Patch:
 
     def _take(self, planned: ModelPlan) -> None:
         self.plan, self.facts, self.vouched, self.skips = planned, planned.facts, False, False
+        self.changes_ids = False
         self.attention: tuple[Layer, ...] = planned.layers
         acting = [(trait, found, type(trait)) for trait, found in planned.traits]
         self.before: tuple[tuple[Trait, Any], ...] = tuple(

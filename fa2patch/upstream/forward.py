@@ -337,13 +337,18 @@ def _call_with_mask_checked(step: Step, mask: PackedMask) -> Any:
     if not step.calls.takes_ids:
         step.call.pop("position_ids", None)
     if step.captured or not step.patch.skips:
+        ids = None if step.captured or (step.patch.vouched and not step.patch.changes_ids) else _Kept(step)
         output = _call_explained(step, mask)
+        if ids is not None:
+            step.patch.changes_ids = ids.have_changed
         if not _misses(step, mask, None):
             return output
         if step.captured:
             _refuse_missed(step, mask, None)
         mask.calls.clear()
         del output
+        if ids is not None and ids.have_changed:
+            ids.put_back()
         if _keep_masks(step):
             return _call_with_mask_checked(step, mask)
         step.patch.skips = True
@@ -357,6 +362,22 @@ def _call_with_mask_checked(step: Step, mask: PackedMask) -> Any:
     if _misses(step, mask, ran):
         _refuse_missed(step, mask, ran)
     return output
+
+
+class _Kept:
+    """The position ids of a call that may be repeated: XGLM up to 4.49 adds to them in place."""
+
+    def __init__(self, step: Step) -> None:
+        ids = step.call.get("position_ids")
+        self.ids = ids if isinstance(ids, torch.Tensor) and not ids.is_inference() else torch.empty(0)
+        self.given, self.version = self.ids.clone(), self.ids._version
+
+    @property
+    def have_changed(self) -> bool:
+        return self.ids._version != self.version
+
+    def put_back(self) -> None:
+        self.ids.copy_(self.given)
 
 
 def _keep_masks(step: Step) -> bool:

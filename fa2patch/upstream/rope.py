@@ -32,8 +32,8 @@ class LengthScaled:
         if self.kind == "longrope" and positions > self.limit and split:
             raise PackingNotIsolated(
                 f"rope scaling 'longrope' has other factors for documents longer than {self.limit} tokens, the longest "
-                f"here has {positions}, and sequence parallelism (sp_size) splits rows over processes, which do not "
-                "know how long a document is. Truncate documents, or train without sequence parallelism."
+                f"here has {positions}, and its row is split over processes, which do not know how long a document is "
+                "where they compute positions. Truncate documents, or train with whole rows."
             )
         if self.kind != "longrope" or tree is None:
             return

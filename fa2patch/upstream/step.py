@@ -108,6 +108,7 @@ class Patched(Protocol):
     computes_packed: bool
     vouched: bool
     skips: bool
+    changes_ids: bool
     tally: Tally
 
     # A graph that is captured looks the patch up by it.

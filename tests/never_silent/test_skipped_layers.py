@@ -12,6 +12,7 @@ from small_models import DOCS, Result, alone, assert_right, called, class_of, la
 import fa2patch
 from fa2patch.errors import Fa2PatchError, PackingNotIsolated
 from fa2patch.patch import examining
+from fa2patch.upstream import forward
 
 LAYERS = 4
 SIZES = {
@@ -63,6 +64,21 @@ def applied(model):
         return fa2patch.apply(model, prove=False)
     except Fa2PatchError as error:
         pytest.skip(f"refused by apply: {error.message[:80]}")
+
+
+def test_ids_that_a_forward_changes_in_place_are_its_own_when_it_is_repeated(monkeypatch):
+    # As XGLM's up to 4.49. The first batch reaches every layer, the second one drops one.
+    model, missing = llama().eval(), iter([True, True])
+    expected, patch = alone(model), applied(model)
+
+    def changing(module, args, kwargs, output):
+        kwargs["position_ids"].add_(2)
+
+    blocks(model)[-1].register_forward_hook(changing, with_kwargs=True)
+    assert_right(called(model, labelled(use_cache=False)), Result(expected.logits))
+    assert patch.vouched and patch.changes_ids
+    monkeypatch.setattr(forward, "_misses", lambda step, mask, ran: ran is None and next(missing))
+    assert_right(called(model, labelled(use_cache=False)), Result(expected.logits))
 
 
 @pytest.mark.parametrize("name", DROPPING)

@@ -25,7 +25,6 @@ ENGINES = {
     "context_parallel plain": "the same in plain order",
     "context_parallel accelerate": "accelerate's `cp_size`",
     "context_parallel Trainer": "Trainer's `cp_size`",
-    "context_parallel ring_flash_attn": "ring_flash_attn",
 }
 # the engines whose columns have what these scripts train
 TRAINING = {

@@ -73,6 +73,8 @@ class FormulaMask(PackedMask):
         if function is SDPA:
             given = {**dict(zip(("query", "key", "value", "attn_mask", "dropout_p"), args)), **(kwargs or {})}
             q, k, v, mask = (given[name] for name in ("query", "key", "value", "attn_mask"))
+            if mask.part is not None:  # torch's context_parallel has made DTensors of them
+                q, k, v = (getattr(states, "to_local", lambda states=states: states)() for states in (q, k, v))
             return mask.attended(q, k, v, scale=given.get("scale"), dropout=given.get("dropout_p", 0.0))
         if function in _SUMS and isinstance(args[0], torch.Tensor) and isinstance(args[1], cls):
             return replace(args[1], bias=args[0])

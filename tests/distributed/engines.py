@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import cpu_ring
 import torch
 import torch.distributed as dist
 import transformers
@@ -42,6 +43,10 @@ class Engine:
     def split(self, batch: dict[str, Any]) -> contextlib.AbstractContextManager[dict[str, Any]]:
         # This process's part, with shift_labels in the place of labels. Forward and backward run inside.
         raise NotImplementedError
+
+    def rings(self) -> int:
+        # how often the engine's own attention has run
+        return 0
 
     def gradients(self, model: Any) -> dict[str, torch.Tensor]:
         return ulysses_rows.gradients(model, self.group())
@@ -97,6 +102,17 @@ class Torch(Engine):
 
 
 class Accelerate(Torch):
+    # Its hooks drop every mask, so torch's ring computes a packed row as one document. It is made to run on a CPU.
+
+    def __init__(self) -> None:
+        super().__init__()
+        if cpu_ring.available():
+            cpu_ring.register()
+            self.unpatched = ""
+
+    def rings(self) -> int:
+        return cpu_ring.Calls.forward
+
     def prepare(self, model: Any, rows: int = 1) -> None:
         from accelerate.big_modeling import _attach_context_parallel_hooks
 

@@ -1,10 +1,12 @@
-"""Rows that are split over processes by DeepSpeed's Ulysses: each process holds a part of every packed row.
+"""Rows that are split over processes, by context parallelism or by DeepSpeed's Ulysses.
 
-    python long_rows.py                                      two processes on a CPU, a tiny Llama with random weights
+    python long_rows.py --engine cp                          two processes on a CPU, a tiny Llama with random weights
+    python long_rows.py                                      the same with Ulysses
     torchrun --nproc-per-node 8 long_rows.py --model NAME --sp-size 8 --row-length 262144
 
-It trains with accelerate and ZeRO-3. With the tiny model, the loss of each row is also computed in one process, by an
-unpatched model that is given one document after another. Documents are functions of the standard library, in bytes.
+With ``--engine cp`` it trains with torch's ``context_parallel`` and FSDP2, else with accelerate and ZeRO-3. With the
+tiny model, the loss of each row is also computed in one process, by an unpatched model that is given one document after
+another. Documents are functions of the standard library, in bytes.
 """
 
 from __future__ import annotations
@@ -36,6 +38,16 @@ END = 256
 def main(argv: list[str] | None = None) -> int:
     """Train, or start the processes that train; returns the exit code."""
     options = parsed(argv)
+    if options.engine == "sp":
+        require_deepspeed()
+    if "RANK" not in os.environ:
+        return start(options, sys.argv[1:] if argv is None else argv)
+    {"sp": train_with_ulysses, "cp": train_with_context_parallelism}[options.engine](options)
+    return 0
+
+
+def require_deepspeed() -> None:
+    """Exit with what to install, if DeepSpeed or accelerate is missing or too old."""
     if not torch.cuda.is_available():
         os.environ["DS_ACCELERATOR"] = "cpu"  # before DeepSpeed is imported
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
@@ -44,19 +56,17 @@ def main(argv: list[str] | None = None) -> int:
         import deepspeed  # noqa: F401
     except ImportError as error:
         raise SystemExit(
-            f"{error}. This example needs DeepSpeed and accelerate: pip install deepspeed accelerate"
+            f"{error}. Ulysses needs DeepSpeed and accelerate: pip install deepspeed accelerate. Or take --engine cp"
         ) from None
     if not hasattr(accelerate, "ParallelismConfig") or not hasattr(accelerate.utils, "DeepSpeedSequenceParallelConfig"):
-        raise SystemExit("This example needs accelerate 1.12 or later: pip install -U accelerate")
-    if "RANK" not in os.environ:
-        return start(options, sys.argv[1:] if argv is None else argv)
-    train(options)
-    return 0
+        raise SystemExit("Ulysses needs accelerate 1.12 or later: pip install -U accelerate")
 
 
 def parsed(argv: list[str] | None) -> argparse.Namespace:
     """Parse and check the options."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--engine", choices=["sp", "cp"], default="sp", help="sp: DeepSpeed's Ulysses, cp: torch's "
+                        "context_parallel (%(default)s)")  # fmt: skip
     parser.add_argument("--model", help="a causal LM, with its tokenizer, in place of the tiny Llama")
     parser.add_argument("--sp-size", type=int, default=2, help="processes that share a row (%(default)s)")
     parser.add_argument("--row-length", type=int, default=1024, help="tokens of a row (%(default)s)")
@@ -66,8 +76,9 @@ def parsed(argv: list[str] | None) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if options.sp_size < 2:
         parser.error(f"--sp-size: expected 2 or more, found {options.sp_size}")
-    if options.row_length < 1 or options.row_length % options.sp_size:
-        parser.error(f"--row-length: expected a multiple of --sp-size {options.sp_size}, found {options.row_length}")
+    multiple = options.sp_size if options.engine == "sp" else 2 * options.sp_size
+    if options.row_length < 1 or options.row_length % multiple:
+        parser.error(f"--row-length: expected a multiple of {multiple}, found {options.row_length}")
     return options
 
 
@@ -79,8 +90,76 @@ def start(options: argparse.Namespace, argv: list[str]) -> int:
         return subprocess.run([sys.executable, *command, str(Path(__file__)), *argv], env=variables).returncode
 
 
-def train(options: argparse.Namespace) -> None:
-    """Train in one of the processes."""
+def train_with_context_parallelism(options: argparse.Namespace) -> None:
+    """Train in one of the processes, with FSDP2 over all of them."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.experimental import context_parallel
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    world = dist.get_world_size()
+    if world % options.sp_size:
+        raise SystemExit(f"--sp-size: expected a divisor of the number of processes {world}, found {options.sp_size}")
+    mesh = init_device_mesh(device, (world // options.sp_size, options.sp_size), mesh_dim_names=("dp", "cp"))
+    model, documents = loaded(options)
+    alone = None if options.model else copy.deepcopy(model)  # not patched
+    fa2patch.apply(model.to(device).train())
+    every = mesh[("dp", "cp")]._flatten("dp_cp")
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=every)
+    fully_shard(model, mesh=every)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5 if options.model else 2e-3)
+
+    lengths = [len(document["input_ids"]) for document in documents]
+    dp = mesh["dp"]
+    sampler = fa2patch.packing.PackedBatchSampler(
+        lengths, options.row_length, dp.size(), dp.get_local_rank(), too_long="drop"
+    )
+    collate = fa2patch.DataCollatorWithFlattening(pad_to_multiple_of=2 * options.sp_size, pad_token_id=0)
+    loader = DataLoader(documents, batch_sampler=sampler, collate_fn=collate)
+    for step, batch in enumerate(islice((batch for _ in count() for batch in loader), options.steps), 1):
+        batch = {name: value.to(device) for name, value in batch.items()}
+        labels = torch.nn.functional.pad(batch.pop("labels"), (0, 1), value=-100)[:, 1:].contiguous()
+        row = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"], "shift_labels": labels}
+        whole = None if alone is None or dp.size() > 1 else loss_of_documents(alone, model, row)
+        tokens = (labels != -100).sum()
+        dist.all_reduce(tokens)
+        tokens //= options.sp_size  # every process of a group has counted the same row
+        buffers = [*row.values()]
+        with context_parallel(mesh["cp"], buffers=buffers, buffer_seq_dims=[1, 1, 1], no_restore_buffers={*buffers}):
+            labels = row.pop("shift_labels").flatten()  # this process's part, as all of the row
+            logits = model(**row, use_cache=False).logits.flatten(0, 1).float()
+            loss = torch.nn.functional.cross_entropy(logits, labels, reduction="sum") / tokens
+            (loss * world).backward()  # FSDP takes the mean of gradients
+        optimizer.step()
+        optimizer.zero_grad()
+        dist.all_reduce(loss := loss.detach())
+        say(options, step, float(loss), whole, row["input_ids"].shape[1])
+    finish()
+
+
+def say(options: argparse.Namespace, step: int, loss: float, whole: float | None, own: int) -> None:
+    """Print a step's loss, from the first process."""
+    beside = "" if whole is None else f", {whole:.6f} in one process"
+    if dist.get_rank() == 0:
+        of = f"{own} of {own * options.sp_size} tokens in each process"
+        print(f"step {step}: loss {loss:.6f}{beside}; {of}", flush=True)
+
+
+def finish() -> None:
+    """End the process."""
+    dist.barrier()
+    sys.stdout.flush()
+    if not torch.cuda.is_available():
+        os._exit(0)  # shutting down gloo's threads sometimes aborts the process
+    dist.destroy_process_group()
+
+
+def train_with_ulysses(options: argparse.Namespace) -> None:
+    """Train in one of the processes, with ZeRO-3."""
     from accelerate import Accelerator, DataLoaderConfiguration, DeepSpeedPlugin, ParallelismConfig, PartialState
     from accelerate.utils import DeepSpeedSequenceParallelConfig
 
@@ -120,15 +199,8 @@ def train(options: argparse.Namespace) -> None:
         accelerator.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
-        beside = "" if whole is None else f", {whole:.6f} in one process"
-        own = batch["input_ids"].shape[1]
-        said = f"step {step}: loss {loss.item():.6f}{beside}; {own} of {own * options.sp_size} tokens in each process"
-        accelerator.print(said, flush=True)
-    dist.barrier()
-    sys.stdout.flush()
-    if not on_gpus:
-        os._exit(0)  # shutting down gloo's threads sometimes aborts the process
-    dist.destroy_process_group()
+        say(options, step, loss.item(), whole, batch["input_ids"].shape[1])
+    finish()
 
 
 def settings(on_gpus: bool) -> dict[str, Any]:
@@ -204,7 +276,20 @@ def loss_alone(alone: Any, model: Any, batch: dict[str, torch.Tensor]) -> float 
     with deepspeed.zero.GatheredParameters(parameters):
         for own, parameter in zip(alone.parameters(), parameters):
             own.copy_(parameter)
-    ids, positions, labels = (whole(batch[name])[0] for name in ("input_ids", "position_ids", "shift_labels"))
+    return loss_of_row(alone, {name: whole(batch[name]) for name in ("input_ids", "position_ids", "shift_labels")})
+
+
+@torch.no_grad()
+def loss_of_documents(alone: Any, model: Any, row: dict[str, torch.Tensor]) -> float:
+    """The row's loss, by an unpatched model that gets one document after another."""
+    for own, parameter in zip(alone.parameters(), model.parameters()):
+        own.copy_(parameter.full_tensor())
+    return loss_of_row(alone, row)
+
+
+def loss_of_row(alone: Any, row: dict[str, torch.Tensor]) -> float:
+    """The mean loss of a row's tokens, document by document."""
+    ids, positions, labels = (row[name][0].cpu() for name in ("input_ids", "position_ids", "shift_labels"))
     loss = torch.zeros(())
     for at in torch.arange(len(ids)).tensor_split((positions == 0).nonzero().flatten()[1:]):
         logits = alone(input_ids=ids[None, at]).logits[0].float()

@@ -32,11 +32,22 @@ def test_two_processes_have_the_losses_of_one(printed, length):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("torch.distributed.tensor.experimental") is None, reason="torch 2.5")
+def test_two_processes_with_context_parallelism_have_the_losses_of_one(printed):
+    steps = LINE.findall(printed(SCRIPT, "--engine", "cp", "--row-length", 512, "--steps", 3))
+    assert [step for step, *_ in steps] == ["1", "2", "3"]
+    for _, split, alone, own, tokens in steps:
+        assert float(split) == pytest.approx(float(alone), rel=SAME)
+        assert 2 * int(own) == int(tokens) <= 512
+    assert float(steps[-1][1]) < float(steps[0][1]), "something is learnt"
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "said"),
     [
         (["--sp-size", "1"], "--sp-size: expected 2 or more, found 1"),
-        (["--row-length", "1023"], "--row-length: expected a multiple of --sp-size 2, found 1023"),
+        (["--row-length", "1023"], "--row-length: expected a multiple of 2, found 1023"),
     ],
 )
 def test_a_bad_size_is_named(started, options, said):

@@ -369,15 +369,17 @@ class _Kept:
 
     def __init__(self, step: Step) -> None:
         ids = step.call.get("position_ids")
-        self.ids = ids if isinstance(ids, torch.Tensor) and not ids.is_inference() else torch.empty(0)
-        self.given, self.version = self.ids.clone(), self.ids._version
+        self.ids = ids if isinstance(ids, torch.Tensor) and not ids.is_inference() else None  # these count no changes
+        if self.ids is not None:
+            self.given, self.version = self.ids.clone(), self.ids._version
 
     @property
     def have_changed(self) -> bool:
-        return self.ids._version != self.version
+        return self.ids is not None and self.ids._version != self.version
 
     def put_back(self) -> None:
-        self.ids.copy_(self.given)
+        if self.ids is not None:
+            self.ids.copy_(self.given)
 
 
 def _keep_masks(step: Step) -> bool:

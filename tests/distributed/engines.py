@@ -27,6 +27,7 @@ IGNORED = -100
 
 
 class Engine:
+    unpatched_of: dict[str, str] = {}  # another implementation than `unpatched`, by case
     has_none_of: tuple[str, ...] = ()  # cases of split_training.py
     unpatched = ""  # the implementation with which an unpatched model can be computed on a CPU, if it is another one
 
@@ -106,9 +107,11 @@ class Accelerate(Torch):
 
     def __init__(self) -> None:
         super().__init__()
+        self.unpatched_of: dict[str, str] = {}
         if cpu_ring.available():
             cpu_ring.register()
-            self.unpatched = ""
+            # of other batches, one process may fail while the others wait for it
+            self.unpatched_of = dict.fromkeys(("ids", "lengths", "several rows", "one document"), "sdpa")
 
     def rings(self) -> int:
         return cpu_ring.Calls.forward

@@ -9,7 +9,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from .. import environments
+from .. import environments, split_rows
 from ..cells import Results
 from ..results import Malformed, read
 from . import blocks, matrix, need, package, stacks
@@ -47,7 +47,7 @@ def made(root: Path) -> dict[Path, str]:
     require_commits(results)
     costs = {"reads": blocks.reads(), "overhead": blocks.overhead()}
     in_readme = {"matrix": blocks.summary(results), "need": need.table(results), "integrations": stacks.integrations()}
-    in_long_rows = {"engines": blocks.engines(), "costs": blocks.costs()}
+    in_long_rows = {"engines": blocks.engines(), "costs": blocks.costs(), "parts": split_rows.rendered()}
     return {
         root / "README.md": between(root / "README.md", **in_readme, **costs),
         root / "docs" / "kernels.md": between(root / "docs" / "kernels.md", kernels=blocks.kernel_table(), **costs),

@@ -17,6 +17,7 @@ from ..proof import looking
 from ..upstream import embeddings, hooks, other_code
 from ..upstream.architectures import Architecture
 from ..upstream.calls import refuse_recording
+from ..upstream.engines import SPLITS_ROWS
 from ..upstream.find_layers import Layer, ModelLayers
 from ..upstream.find_models import models, named_modules, walked_once
 from ..upstream.forward import SAY_AFTER
@@ -177,6 +178,8 @@ class Patch:
         when_imported("peft.peft_model", _check_calls, self)  # a patch without bindings would count as gone
         for module in TRAINERS:
             when_imported(module, _mend_labels, self)
+        for module in SPLITS_ROWS:
+            when_imported(module, _balance_parts, self)
 
     def mark(self) -> None:
         # If other code has put a `forward` on the outermost model's object, ours is put around it. So it is around what
@@ -309,6 +312,12 @@ def _mend_labels(trainer: ModuleType, patch: Patch) -> None:
     from . import trainer_labels  # only where Trainer is
 
     trainer_labels.mend_labels(trainer, patch)
+
+
+def _balance_parts(engine: ModuleType, patch: Patch) -> None:
+    from ..upstream.split import balance  # only where torch's context parallelism is
+
+    balance.bind_to(engine, patch)
 
 
 def _refuses_patched(original: Function) -> Function:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,12 @@ from .transformers_names import ATTENTION_FUNCTIONS, CALLS_FLASH, FLASH, MODELIN
 
 if TYPE_CHECKING:
     from .split.row_part import RowPart
+
+# the modules in which torch defines its context parallelism, the newest first
+SPLITS_ROWS = (
+    "torch.distributed.tensor.experimental._context_parallel._attention",
+    "torch.distributed.tensor.experimental._attention",
+)
 
 _PACKAGE = "deepspeed.runtime.sequence_parallel"
 _RING = "ring_flash_attn"
@@ -113,8 +120,13 @@ def _context_part(sdpa: Function) -> tuple[Any, ...] | None:
     if len(meshes) != 1 or options is None:
         return None
     from ..documents.parts import consecutive, head_and_tail
+    from .split import balance
 
-    return _part_in(meshes[0].get_group(), head_and_tail if options.enable_load_balance else consecutive)
+    order = balance.order_of(options)
+    arranges: Any = head_and_tail if options.enable_load_balance else consecutive
+    if order is not None:
+        arranges = functools.partial(balance.arranged, order)
+    return _part_in(meshes[0].get_group(), arranges)
 
 
 @constant

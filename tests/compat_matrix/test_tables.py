@@ -14,7 +14,7 @@ from compat_matrix.results import CORE, Malformed, read, read_file
 MARKERS = {
     "README.md": ("matrix", "need", "integrations", "reads", "overhead"),
     "docs/kernels.md": ("kernels", "reads", "overhead"),
-    "docs/long_rows.md": ("engines", "costs"),
+    "docs/long_rows.md": ("engines", "costs", "parts"),
 }
 ROWS = ["one row", "two rows", "mask of ones"]
 RIGHT = dict.fromkeys(ROWS, "ok")

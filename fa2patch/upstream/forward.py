@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Callable
 
 import torch
 
-from .._torch import SDPA, compiling, constant, eager, is_no_verdict, numbered
+from .._torch import SDPA, compiling, constant, eager, is_no_verdict, numbered, unobserved
 from .._types import Args, Call, Function, Model
 from ..documents import given_boundaries
 from ..documents.names import IGNORED_LABEL, LABELS, LENGTHS, PARENTS, REAL
@@ -371,7 +371,8 @@ class _Kept:
         ids = step.call.get("position_ids")
         self.ids = ids if isinstance(ids, torch.Tensor) and not ids.is_inference() else None  # these count no changes
         if self.ids is not None:
-            self.given, self.version = self.ids.clone(), self.ids._version
+            with unobserved():
+                self.given, self.version = self.ids.clone(), self.ids._version
 
     @property
     def have_changed(self) -> bool:

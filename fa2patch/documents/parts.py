@@ -83,9 +83,6 @@ class Part:
         # The shape is that of the part, and the result is that of the whole rows.
         return shape[0], shape[1] * self.of if self.order is None else self.order.length
 
-    def order_of(self, shape: Shape) -> Order:
-        return consecutive(self.rows(shape)[1], self.of) if self.order is None else self.order
-
     def own(self, values: torch.Tensor, dim: int = -1) -> torch.Tensor:
         # The values are those of whole rows, with the tokens along ``dim``.
         if self.order is None:
@@ -110,28 +107,35 @@ class Part:
     def clipped(self, boundaries: Boundaries, shape: Shape) -> torch.Tensor:
         # The result is int32 [pieces + 1]: the ends of what the part holds of each document, which may be nothing.
         if self.order is not None:
-            pieces = Pieces.of(boundaries.lengths, self.order, shape[0])
-            own = pieces.lengths[pieces.of_part(self.number)].tolist()
-            return ends_of(own, boundaries.cu_seqlens.device)
+            pieces = self.pieces(boundaries, shape)
+            return ends_of(pieces.lengths[pieces.of_part(self.number)].tolist(), boundaries.cu_seqlens.device)
         (_, length), (_, whole) = shape, self.rows(shape)
         row, column = boundaries.cu_seqlens // whole, boundaries.cu_seqlens % whole
         return (row * length + (column - self.number * length).clamp(0, length)).to(torch.int32)
 
     def documents(self, boundaries: Boundaries, shape: Shape) -> Boundaries | None:
         """The boundaries of the part's documents; None if a document, or a path of segments, is in several parts."""
-        # Lengths of the whole rows' documents are read from the device, once for each batch. Every process finds None
-        # alike.
+        # Every process finds None alike.
         key = "documents of", self
         if key not in boundaries.made:
             boundaries.made[key] = self._documents(boundaries, shape)
         made: Boundaries | None = boundaries.made[key]
         return made
 
+    def pieces(self, boundaries: Boundaries, shape: Shape) -> Pieces:
+        # Lengths of the whole rows' documents are read from the device, once for each batch.
+        key = Pieces, self
+        if key not in boundaries.made:
+            order = consecutive(self.rows(shape)[1], self.of) if self.order is None else self.order
+            boundaries.made[key] = Pieces.of(boundaries.lengths, order, shape[0])
+        made: Pieces = boundaries.made[key]
+        return made
+
     def _documents(self, boundaries: Boundaries, shape: Shape) -> Boundaries | None:
         if boundaries.parents is not None:
             return None
-        pieces = Pieces.of(boundaries.lengths, self.order_of(shape), shape[0])
-        if len(pieces.starts) > sum(map(bool, boundaries.lengths)):
+        pieces = self.pieces(boundaries, shape)
+        if pieces.cut:
             return None
         own = pieces.lengths[pieces.of_part(self.number)].tolist()
         return Boundaries(
@@ -183,6 +187,11 @@ class Pieces:
     def lengths(self) -> NDArray[Any]:
         lengths: NDArray[Any] = self.ends - self.starts
         return lengths
+
+    @property
+    def cut(self) -> bool:
+        """Whether a document is in several pieces."""
+        return len(self.starts) > int(self.documents[-1]) + 1
 
     def of_part(self, number: int) -> NDArray[Any]:
         # the numbers of its pieces, in the order of its tokens

@@ -145,35 +145,20 @@ def _visible(
     boundaries: Boundaries, tokens: int, keys: int, causal: bool, window: int | None
 ) -> Callable[..., torch.Tensor]:
     cu, tree, until = boundaries.cu_seqlens, boundaries.tree, boundaries.until
-    document = document_of(cu, tokens)
-    if boundaries.sources is not None:
-        return _visible_of_pairs(boundaries, document, keys, causal, window)
+    document = of_keys = document_of(cu, tokens)
     position = torch.arange(tokens, device=cu.device, dtype=cu.dtype) if tree is None else tree.positions
+    of_key = position
     continues = None if tree is None else tree.continues
+    if boundaries.sources is not None:
+        of_keys = document_of(boundaries.sources.cu_seqlens, keys)
+        if causal or window is not None:
+            position, of_key = _positions(boundaries, tokens, keys, causal)
 
     def visible(batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        seen = document[query] == document[key] if continues is None else continues[document[query], document[key]]
+        seen = document[query] == of_keys[key] if continues is None else continues[document[query], document[key]]
         if causal and until is not None:
             seen = seen & (until[query] >= key)
         elif causal:
-            seen = seen & (position[query] >= position[key])
-        if window is not None:
-            seen = seen & ((position[query] - position[key]).abs() < window)
-        return seen
-
-    return visible
-
-
-def _visible_of_pairs(
-    boundaries: Boundaries, document: torch.Tensor, keys: int, causal: bool, window: int | None
-) -> Callable[..., torch.Tensor]:
-    assert boundaries.sources is not None
-    of_keys = document_of(boundaries.sources.cu_seqlens, keys)
-    position, of_key = _positions(boundaries, len(document), keys, causal)
-
-    def visible(batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        seen = document[query] == of_keys[key]
-        if causal:
             seen = seen & (position[query] >= of_key[key])
         if window is not None:
             seen = seen & ((position[query] - of_key[key]).abs() < window)

@@ -50,8 +50,8 @@ class BatchProof(Runs):
         # ``model`` is the one that is run: a replica, or ``original`` itself. Each run begins with ``state``.
         slices = slices_between(mask.boundaries, mask.shape[1], None)
         self.split = model if isinstance(model, WholeRows) else None
-        within = model if self.split is None else self.split.model
-        super().__init__(model, models(within)[-1], call, slices, mask.shape)
+        self.within = model if self.split is None else self.split.model
+        super().__init__(model, models(self.within)[-1], call, slices, mask.shape)
         self.original, self.state, self.device = original, state, mask.device
         self.leaf: torch.Tensor | None = None  # the embeddings of the last run, as the model was given them
         self.real = torch.tensor(True) if mask.real is None else mask.real.to(self.device) != 0
@@ -152,7 +152,7 @@ class BatchProof(Runs):
         torch.manual_seed(seed)
         random.seed(seed)
         numpy.random.seed(seed)
-        handle = self.inner.register_forward_hook(lambda *given: found.extend(self._of_tokens(given[-1])))
+        handle = self.inner.register_forward_hook(lambda *given: found.extend(self._of_tokens(self._whole(given[-1]))))
         try:
             with contextlib.ExitStack() as modes:
                 for mode in [_ConstantDraws] * constant_draws + [Rounded] * rounded:
@@ -160,9 +160,7 @@ class BatchProof(Runs):
                 output = self.run(self.call, exchanged)
         finally:
             handle.remove()
-        if self.inner in (self.model, getattr(self.split, "model", None)):
-            return found
-        return [*found, *map(projected, self._of_tokens(output, whole=True))]
+        return found if self.within is self.inner else [*found, *map(projected, self._of_tokens(output))]
 
     def run(self, call: Call, exchanged: torch.Tensor | None = None) -> Any:
         self.state.put_back()
@@ -170,17 +168,19 @@ class BatchProof(Runs):
             call = {**call, "position_ids": call["position_ids"].clone()}  # ERNIE-M adds to them in place
         # before hooks, which may mix tokens
         output, self.leaf = with_leaf(self.model, self.inner, call, exchanged, self.shape, before_hooks=True)
-        return output
+        return output if self.split is None else vars(output)
 
-    def _of_tokens(self, output: Any, whole: bool = False) -> list[torch.Tensor]:
-        # What the output holds for each token, or for its document, ``[batch, length, numbers]``. If an engine splits
-        # rows, it is of this process's part, or of the whole rows.
+    def _whole(self, output: Any) -> Any:
+        # If an engine splits rows, a module inside returns those of this process's part.
+        if self.split is None:
+            return output
+        found = filter(torch.Tensor.is_floating_point, tensors(output))
+        return [self.split.whole(value) for value in found if self.split.has_tokens(value)]
+
+    def _of_tokens(self, output: Any) -> list[torch.Tensor]:
+        # What the output holds for each token, or for its document, ``[batch, length, numbers]``.
         found = []
-        for value in filter(torch.Tensor.is_floating_point, tensors(vars(output) if whole and self.split else output)):
-            if self.split is not None and not whole:
-                if not self.split.has_tokens(value):
-                    continue
-                value = self.split.whole(value)
+        for value in filter(torch.Tensor.is_floating_point, tensors(output)):
             if value.shape[:2] == self.shape and not (self.pools and value.dim() == 2):
                 found.append(value.reshape(*self.shape, -1))
             elif value.dim() and len(value) == len(self.pooled):

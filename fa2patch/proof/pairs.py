@@ -119,7 +119,7 @@ class PairProof(BatchProof):
         assert targets is not None, "its length was stated"
         return targets
 
-    def _of_tokens(self, output: Any, whole: bool = False) -> list[torch.Tensor]:
+    def _of_tokens(self, output: Any) -> list[torch.Tensor]:
         # Logits or hidden states of the targets come first; those of the sources may have as many tokens.
         found = (each for each in tensors(output) if each.is_floating_point() and each.shape[:2] == self.shape)
         return [each.reshape(*self.shape, -1) for each in [*found][:1]]

@@ -26,7 +26,9 @@ class WholeRows(torch.nn.Module):
         super().__init__()
         self.model, self.part, self.counts_labels = model, part, counts_labels
         self.multiple = part.of if part.arranges is None else 2 * part.of  # a piece of the row's head and of its tail
-        self.shape: tuple[int, ...] = ()  # [batch, length] of the rows that were computed last, without padding
+        # [batch, length] of the rows that were computed last, without padding, and of this process's part, with it
+        self.shape: tuple[int, ...] = ()
+        self.own_shape: tuple[int, ...] = ()
 
     # Every process of the group must make the same calls. Rows are padded to a multiple of the processes by a document
     # of its own, whose outputs are cut off.
@@ -43,7 +45,7 @@ class WholeRows(torch.nn.Module):
             shifted = torch.nn.functional.pad(batch["labels"], (0, 1), value=IGNORED_LABEL)[:, 1:]
             batch.update(shift_labels=shifted, labels=shifted)
         batch.update({name: self.part.own(value).contiguous() for name, value in _of_tokens(batch).items()})
-        labels = batch.get("shift_labels")
+        labels, self.own_shape = batch.get("shift_labels"), tuple(batch["input_ids"].shape)
         output = self.model(**batch)
         named = {"logits": output.logits} if hasattr(output, "logits") else {"last_hidden_state": output[0]}
         found = {name: self.whole(value) for name, value in named.items()}
@@ -58,8 +60,7 @@ class WholeRows(torch.nn.Module):
 
     def own(self, values: torch.Tensor) -> torch.Tensor:
         # this process's part of the values [batch, length] of whole rows, with zeros for padding
-        rows = self.part.rows((1, values.shape[1] // self.part.of))[1]
-        return self.part.own(torch.nn.functional.pad(values, (0, rows - values.shape[1])))
+        return self.part.own(torch.nn.functional.pad(values, (0, -values.shape[1] % self.multiple)))
 
     def whole(self, values: torch.Tensor) -> torch.Tensor:
         # the values [batch, length, ...] of all processes, without padding
@@ -67,8 +68,7 @@ class WholeRows(torch.nn.Module):
 
     def has_tokens(self, values: torch.Tensor) -> bool:
         # whether the values are [batch, length of the part, ...]
-        length = self.part.own(torch.empty(0, self.shape[1] + -self.shape[1] % self.multiple)).shape[-1]
-        return tuple(values.shape[:2]) == (self.shape[0], length)
+        return tuple(values.shape[:2]) == self.own_shape
 
     def gathered(self, values: torch.Tensor, dim: int = 1) -> torch.Tensor:
         # The gradient of the part's values is their own.

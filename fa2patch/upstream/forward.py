@@ -37,10 +37,10 @@ from .seams import document
 from .step import MARK, PADDING, ROLE, Patched, Step
 from .transformers_names import ENCODED
 
-# What a thread remembers of the forwards that it is in. It is compared with; boundaries never travel through it.
-
 if TYPE_CHECKING:
     from .split.row_part import RowPart
+
+# What a thread remembers of the forwards that it is in. It is compared with; boundaries never travel through it.
 
 
 class _Thread(threading.local):

@@ -35,7 +35,7 @@ KNOWN = (
     "deepspeed.utils",
 )  # fmt: skip
 
-# packages whose attention functions split rows over processes, which split/engines.py looks for
+# packages whose attention functions split rows over processes, which engines.py looks for
 SPLITTERS = ("deepspeed", "ring_flash_attn")
 
 

@@ -23,8 +23,6 @@ import transformers
 import ulysses_rows
 from torch.distributed.device_mesh import init_device_mesh
 
-IGNORED = -100
-
 
 class Engine:
     unpatched_of: dict[str, str] = {}  # another implementation than `unpatched`, by case

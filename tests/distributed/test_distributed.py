@@ -35,14 +35,6 @@ def test_ulysses_quickly():
 
 
 @pytest.mark.slow
-@needs_fsdp2
-@pytest.mark.parametrize("way", ["loop", "trainer", "fsdp, 4 processes"])
-def test_fifty_steps_with_context_parallelism(way):
-    found = launched(f"context_training {way}")
-    assert found["ok"], found
-
-
-@pytest.mark.slow
 @needs_registry
 def test_a_parts_router_loss():
     found = launched("router_parts")

@@ -64,7 +64,7 @@ def exchanged(part: RowPart, heads: int, keys: int, width: int, value_width: int
     shapes = (heads, width), (keys, width), (keys, value_width)
     q, k, v = (torch.randn(2, 6, n, d, requires_grad=True, dtype=torch.bfloat16) for n, d in shapes)
     with traffic() as forward:
-        way = HeadExchange(part, None)
+        way = HeadExchange(part)
         to = way.there(Asked(q, k, v, Boundaries(torch.zeros(2, dtype=torch.int32), 0), Options()))
         assert to[0].shape == (2, 6 * processes, heads // processes, width)
         output = to[0][..., :value_width] + to[2].repeat_interleave(to[0].shape[2] // to[2].shape[2], 2) + to[1].sum()

@@ -14,7 +14,6 @@ import torch
 
 from ...documents.boundaries import Boundaries, Shape
 from ...documents.needed_keys import Exchange, exchange
-from ...documents.parts import Order, Pieces
 from ...documents.tensors import ends_of
 from ...errors import PackingNotIsolated
 from ...kernels import Options
@@ -60,7 +59,7 @@ def way(part: RowPart, asked: Asked) -> Way:
             f"takes neither: {heads} and {keys}. Use another number of processes for a row, or train without it."
         )
     by_heads = keys or (part.sends_heads and not heads)
-    return HeadExchange(part, part.order) if by_heads else KeyExchange(part, shape)
+    return HeadExchange(part) if by_heads else KeyExchange(part, shape)
 
 
 def _why_no_keys(asked: Asked) -> str:
@@ -81,7 +80,6 @@ class HeadExchange:
     """Gives up heads for tokens, and takes them back."""
 
     part: RowPart
-    order: Order | None  # of the rows' tokens in the order of the parts, if that is not their own
 
     def there(self, asked: Asked) -> Asked:
         # [batch, length of the part, heads, dim] becomes [batch, length of the row, heads / processes, dim], with at
@@ -96,15 +94,15 @@ class HeadExchange:
             pieces.append(state.reshape(batch, length, of, -1))
         sent = torch.cat(pieces, dim=-1).permute(2, 0, 1, 3)  # [processes, batch, length, width]
         received = collectives.exchange(sent, self.part.group).permute(1, 0, 2, 3).reshape(batch, of * length, -1)
-        if self.order is not None:
-            received = received.index_select(1, self.order.on(received.device, places=True))
+        if self.part.order is not None:
+            received = received.index_select(1, self.part.order.on(received.device, places=True))
         split = torch.split(received, [heads * dim for heads, dim in widths], dim=-1)
         q, k, v = (x.reshape(*x.shape[:2], *width) for x, width in zip(split, widths))
         return Asked(q, k, v, asked.boundaries, asked.options.with_heads(self._own_heads))
 
     def back(self, output: torch.Tensor) -> torch.Tensor:
-        if self.order is not None:
-            output = output.index_select(1, self.order.on(output.device))
+        if self.part.order is not None:
+            output = output.index_select(1, self.part.order.on(output.device))
         of, (batch, length, heads, dim) = self.part.of, output.shape
         pieces = output.reshape(batch, of, length // of, heads * dim).transpose(0, 1)
         received = collectives.exchange(pieces, self.part.group)  # [processes, batch, length of the part, width]
@@ -153,10 +151,8 @@ class KeyExchange:
         boundaries, options = asked.boundaries, asked.options
         kind = KeyExchange, self.part, options.causal, options.window
         if kind not in boundaries.made:
-            part, pieces = self.part, (Pieces, self.part)
-            if pieces not in boundaries.made:
-                boundaries.made[pieces] = Pieces.of(boundaries.lengths, part.order_of(self.shape), self.shape[0])
-            found = exchange(boundaries.made[pieces], part.number, part.of, options.causal, options.window)
+            part, pieces = self.part, self.part.pieces(boundaries, self.shape)
+            found = exchange(pieces, part.number, part.of, options.causal, options.window)
             boundaries.made[kind] = _on_the_device(found, asked.q.device)
         plan: Plan = boundaries.made[kind]
         return plan

@@ -29,7 +29,7 @@ _ORDER = "fa2patch_order"  # on torch's options, which hold for one batch
 
 
 def bind_to(module: ModuleType, user: Any) -> None:
-    """Balance packed rows while the user has a binding; torch before 2.10 takes no order."""
+    """Balance packed rows while the user has a binding, if this torch takes an order."""
     shards = getattr(module, SHARDS, None)
     if shards is not None and BALANCER in inspect.signature(shards).parameters and hasattr(module, BALANCES):
         bind(module, SHARDS, functools.partial(_sharding_balanced, vars(module)), user)
@@ -97,7 +97,7 @@ def _order_of(buffers: Sequence[Any], parts: int, mirrored: bool) -> Order | Non
     starts = tensors.read((ids == 0).nonzero().flatten())
     lengths = [*map(int, [*starts[1:] - starts[:-1], len(ids) - starts[-1]])]
     usual = (head_and_tail if mirrored else consecutive)(len(ids), parts)
-    if len(Pieces.of(lengths, usual).starts) == len(lengths):
+    if not Pieces.of(lengths, usual).cut:
         return None  # every document lies whole in a part, where mixers need it, and nothing is sent
     from ...packing.parts import balanced  # which few need
 

@@ -28,7 +28,7 @@ OUTLIERS, CONSTANT, EQUAL = 5, 6, 7
 # The lengths of the keys, if they are other tokens than the queries: fewer, as many or more; or for causal attention,
 # which counts from the last key, no fewer. The documents that are like activations keep theirs.
 KEY_LENGTHS = (40, 1, 90, 64, 5, 97, 40, 50, 200)
-LONGER_KEYS = (40, 70, 90, 140, 64, 97, 40, 50, 300)
+LONGER_KEYS = (40, 70, 90, 140, 64, 97, 40, 50, 290)
 
 # The documents as segments of a tree, if the call has one: roots alone, and roots with one and two levels below.
 PARENTS = (-1, -1, 1, 1, 3, 3, -1, 6, -1)

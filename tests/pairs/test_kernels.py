@@ -120,8 +120,12 @@ ASKED = Asked("cpu", torch.float32, 4, 2, 32, 32, False, ("pairs",))
     ids=str,
 )
 def test_flex_attention_passes_the_trial(flex, features, dtype, causal):
-    if not (causal and "pairs" in features):
-        assert _compared(flex, ASKED._replace(features=features, dtype=dtype, causal=causal), CPU) == (True, "")
+    assert _compared(flex, ASKED._replace(features=features, dtype=dtype, causal=causal), CPU) == (True, "")
+
+
+def test_a_window_counts_from_the_last_key(flex):
+    asked = ASKED._replace(features=("window", "pairs"), dtype=torch.bfloat16, causal=True)
+    assert _compared(flex, asked, CPU) == (True, "")
 
 
 @pytest.mark.slow
@@ -227,10 +231,11 @@ def test_the_heads_of_a_row_that_is_computed_in_parts_keep_their_bias(monkeypatc
     torch.testing.assert_close(packed_attention(q, k, v, boundaries, options, kernel), whole)
 
 
-@pytest.mark.parametrize("kernel", [TorchVarlen(), Efficient()], ids=lambda kernel: kernel.name)
-def test_torchs_operators_pass_the_trial(kernel):
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("kernel", [TorchVarlen(), Efficient(), Reference()], ids=lambda kernel: kernel.name)
+def test_torchs_operators_pass_the_trial(kernel, causal):
     with stand_in_aten.installed():
-        assert _compared(kernel, ASKED, CPU) == (True, "")
+        assert _compared(kernel, ASKED._replace(causal=causal), CPU) == (True, "")
 
 
 class Loop(Kernel):
@@ -259,16 +264,20 @@ class Loop(Kernel):
         outputs = []
         for at in range(len(ends) - 1):
             one = [each.transpose(0, 1) for each in (q[ends[at] : ends[at + 1]], k[places[at]], v[places[at]])]
-            causal = self.fault == "causal"
-            outputs.append(torch.nn.functional.scaled_dot_product_attention(*one, scale=scale, is_causal=causal))
+            queries, seen = one[0].shape[1], one[1].shape[1]
+            asked = {"is_causal": self.fault == "causal"}  # from the first key
+            if options.causal and self.fault != "causal":  # from the last one
+                asked = {"attn_mask": torch.ones(queries, seen, dtype=torch.bool).tril(seen - queries)}
+            outputs.append(torch.nn.functional.scaled_dot_product_attention(*one, scale=scale, **asked))
         return torch.cat(outputs, 1).transpose(0, 1)
 
 
+@pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("fault", ["", "the queries' ends", "a key more", "the source before", "causal"])
-def test_planted_faults_fail_the_trial(fault):
+def test_planted_faults_fail_the_trial(fault, causal):
     kernel = Loop()
     kernel.fault = fault
-    able, reason = _compared(kernel, ASKED, CPU)
+    able, reason = _compared(kernel, ASKED._replace(causal=causal), CPU)
     assert able is not bool(fault), reason
 
 

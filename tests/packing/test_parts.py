@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fa2patch.documents.parts import Order, consecutive, head_and_tail
-from fa2patch.packing import PackingError, parts
+from fa2patch.packing import PackingError, part_dealer, part_pieces, part_swapper, parts
 from fa2patch.packing.parts import AIM, balanced, measured
 
 DRAWN = settings(deadline=None, derandomize=True, database=None, max_examples=150)
@@ -172,20 +172,20 @@ def fails(test, *arguments):
 
 
 def test_a_part_that_lacks_a_token_is_seen(monkeypatch):
-    joined = parts._joined
-    monkeypatch.setattr(parts, "_joined", lambda pieces: joined([each for each in pieces if each.end != 7]))
+    joined = part_swapper.joined
+    monkeypatch.setattr(part_swapper, "joined", lambda pieces: joined([each for each in pieces if each.end != 7]))
     order = balanced([60, 7, 7, 9], 3)
     assert sorted(order.tokens) != list(range(83))
 
 
 def test_parts_without_the_beginning_of_their_document_are_seen(monkeypatch):
-    monkeypatch.setattr(parts._Dealer, "least", lambda self, part, piece: self.limit)
-    monkeypatch.setattr(parts._Swapper, "swap", lambda self, limit: None)
+    monkeypatch.setattr(part_dealer.Dealer, "least", lambda self, part, piece: self.limit)
+    monkeypatch.setattr(part_swapper.Swapper, "swap", lambda self, limit: None)
     fails(test_work_is_equal_and_no_part_receives_more_than_with_consecutive_parts, "mixed", 131072, 8)
 
 
 def test_parts_that_swap_nothing_are_seen(monkeypatch):
-    monkeypatch.setattr(parts._Swapper, "swap", lambda self, limit: None)
+    monkeypatch.setattr(part_swapper.Swapper, "swap", lambda self, limit: None)
     fails(test_work_is_equal_and_no_part_receives_more_than_with_consecutive_parts, "long", 131072, 64)
 
 
@@ -195,6 +195,8 @@ def test_parts_of_head_and_tail_are_seen(monkeypatch):
 
 
 def test_work_that_forgets_the_window_is_seen(monkeypatch):
-    between = parts._Row.between
-    monkeypatch.setattr(parts._Row, "between", lambda self, *ends: between(parts._Row(self.lengths, None), *ends))
+    between = part_pieces.Row.between
+    monkeypatch.setattr(
+        part_pieces.Row, "between", lambda self, *ends: between(part_pieces.Row(self.lengths, None), *ends)
+    )
     fails(test_windows, "mixed", 1024)

@@ -52,12 +52,13 @@ def row_part(model: Model, call: Call) -> RowPart | None:
             f"{splitter} is on: this process holds only a part of every row, so documents that are cut would be "
             "computed wrong. Train without it, or revert the patch and train padded."
         )
-    if not fields:
-        return None
-    from .split.row_part import RowPart  # few processes have a part
+    part = None
+    if fields:
+        from .split.row_part import RowPart  # few processes have a part
 
-    number, of, group, arranges = fields
-    return RowPart(number, of, None, group, splitter, arranges, sends_heads=arranges is None)
+        number, of, group, arranges = fields
+        part = RowPart(number, of, None, group, splitter, arranges, sends_heads=arranges is None)
+    return part
 
 
 def _fields(splitter: str, training: bool) -> tuple[Any, ...] | None:

@@ -87,7 +87,7 @@ class Exchange:
     any_sent: bool  # whether any part sends something
 
 
-def exchange(pieces: Pieces, number: int, parts: int, causal: bool, window: int | None) -> Exchange:
+def exchange_of(pieces: Pieces, number: int, parts: int, causal: bool, window: int | None) -> Exchange:
     """What the part of this ``number`` does, where there are so many ``parts``."""
     seen = seen_by(pieces, causal, window)
     runs = sent(pieces, seen)
@@ -100,10 +100,10 @@ def exchange(pieces: Pieces, number: int, parts: int, causal: bool, window: int 
     places = np.concatenate([pieces.places[own], count + _ends_before(lengths[by])])
     sorting = np.argsort(starts)
     starts, places = starts[sorting], places[sorting]
-    tokens = ranges(seen.starts[own], seen.ends[own])
+    tokens = all_between(seen.starts[own], seen.ends[own])
     held = np.searchsorted(starts, tokens, side="right") - 1
     return Exchange(
-        ranges(runs.places[to], runs.places[to] + lengths[to]),
+        all_between(runs.places[to], runs.places[to] + lengths[to]),
         (_counts(runs.receivers[to], lengths[to], parts), _counts(runs.senders[by], lengths[by], parts)),
         tuple(pieces.lengths[own].tolist()),
         tuple((seen.ends[own] - seen.starts[own]).tolist()),
@@ -122,7 +122,7 @@ def _ends_before(lengths: NDArray[Any]) -> NDArray[Any]:
     return ends
 
 
-def ranges(starts: NDArray[Any], ends: NDArray[Any]) -> NDArray[Any]:
+def all_between(starts: NDArray[Any], ends: NDArray[Any]) -> NDArray[Any]:
     # start, ..., end - 1 of each, end to end
     lengths = ends - starts
     tokens: NDArray[Any] = np.repeat(starts - _ends_before(lengths), lengths) + np.arange(lengths.sum())

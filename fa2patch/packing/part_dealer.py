@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right, insort
 from itertools import accumulate
 
-from .part_pieces import MOST, Piece, Row, first_that
+from .part_pieces import MOST, Piece, RowCosts, first_that
 
 NEAR = 0.02  # of the mean: a part of whole documents is near enough, and nothing is cut for less
 
@@ -34,7 +34,7 @@ class Part:
 class _Lights:
     # Pieces that fill a part up, the lightest first, and of the last one only its beginning.
 
-    def __init__(self, row: Row, pieces: list[Piece]) -> None:
+    def __init__(self, row: RowCosts, pieces: list[Piece]) -> None:
         self.row, self.pieces = row, pieces
         self.ends = list(accumulate((end - start for _, start, end in pieces), initial=0))
         self.works = list(accumulate((row.between(start, end) for _, start, end in pieces), initial=0))
@@ -60,7 +60,7 @@ class _Lights:
 class Dealer:
     # What of a row is not dealt yet. ``limit``: the tokens that a part is to receive at most.
 
-    def __init__(self, row: Row, limit: int) -> None:
+    def __init__(self, row: RowCosts, limit: int) -> None:
         self.row, self.limit = row, limit
         # (-length, document) of what is left of documents from the first token on: the shortest, which are taken most
         # often, are the last
@@ -251,7 +251,7 @@ class _Cut:
     # A part that gets the end of a piece and something light. Of the piece's beginning it gets what it would receive
     # above ``slack`` otherwise, and as much as nothing light is there for.
 
-    def __init__(self, row: Row, piece: Piece, tokens: int, slack: int, lights: _Lights) -> None:
+    def __init__(self, row: RowCosts, piece: Piece, tokens: int, slack: int, lights: _Lights) -> None:
         self.row, self.piece, self.tokens, self.slack, self.lights = row, piece, tokens, slack, lights
 
     def shares(self, end: int, slack: int | None = None) -> tuple[int, int]:

@@ -18,7 +18,7 @@ class Piece(NamedTuple):
         return self.end - self.start
 
 
-class Row:
+class RowCosts:
     # The documents of a row: the attention of their pieces, and the keys that these lack.
 
     def __init__(self, lengths: Sequence[int], window: int | None) -> None:

@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..documents.needed_keys import ranges
+from ..documents.needed_keys import all_between
 from ..documents.parts import Order
 from .part_dealer import Part
-from .part_pieces import MOST, Piece, Row
+from .part_pieces import MOST, Piece, RowCosts
 
 # How many pieces are looked at for a swap. This takes a third of a second at most, and a hundredth in most rows.
 LOOKS = 30_000
@@ -28,7 +28,7 @@ class _Swap(NamedTuple):
 class Swapper:
     # Pieces change places with as many tokens of other parts.
 
-    def __init__(self, row: Row, sizes: Sequence[int], parts: Iterable[Part]) -> None:
+    def __init__(self, row: RowCosts, sizes: Sequence[int], parts: Iterable[Part]) -> None:
         self.row, self.sizes, self.looks = row, tuple(sizes), LOOKS
         self.most = [MOST * row.work * size / row.tokens for size in sizes]
         self.parts = [(joined(part.pieces), part.done, row.received(part.pieces)) for part in parts]
@@ -44,7 +44,7 @@ class Swapper:
     def order(self) -> Order:
         documents, starts, ends = np.array([*zip(*(piece for part, _, _ in self.parts for piece in part))])
         first = np.cumsum([0, *self.row.lengths])[documents]
-        return Order(ranges(first + starts, first + ends), self.sizes)
+        return Order(all_between(first + starts, first + ends), self.sizes)
 
     def swap(self, limit: int) -> None:
         # at most as often as there are parts, and as long as the worst part gets better

@@ -17,7 +17,7 @@ from ..documents.parts import Order, Pieces, consecutive
 from ..errors import PackingError
 from .budget import as_lengths, positive
 from .part_dealer import Dealer, Part
-from .part_pieces import Row
+from .part_pieces import RowCosts
 from .part_swapper import Swapper
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def measured(lengths: Sequence[int], order: Order, window: int | None = None) ->
     pieces = Pieces.of(lengths, order)
     runs = sent(pieces, seen_by(pieces, True, window))
     starts: Any = pieces.starts - pieces.first
-    work = Row(lengths, window).between(starts, starts + pieces.lengths)
+    work = RowCosts(lengths, window).between(starts, starts + pieces.lengths)
     received = np.bincount(runs.receivers, runs.ends - runs.starts, parts)
     return Measured(received.astype(np.int64), np.bincount(pieces.parts, work, parts).astype(np.int64))
 
@@ -84,7 +84,7 @@ def balanced(lengths: Sequence[int] | NDArray[Any], parts: int, window: int | No
     received, work = measured(given, plain, window)
     if work.max() * parts <= AIM * work.sum():
         return plain
-    row, best = Row(given, window), None
+    row, best = RowCosts(given, window), None
     limits, last = LIMITS if row.window is None else WINDOWED
     for limit in limits:
         dealt = _dealt(row, plain.sizes, int(limit * received.max()), int(last * received.max()))
@@ -96,7 +96,7 @@ def balanced(lengths: Sequence[int] | NDArray[Any], parts: int, window: int | No
     return best.order()
 
 
-def _dealt(row: Row, sizes: Sequence[int], limit: int, swapped: int) -> Swapper:
+def _dealt(row: RowCosts, sizes: Sequence[int], limit: int, swapped: int) -> Swapper:
     dealer, parts, tokens, work = Dealer(row, limit), [], 0, 0
     for size in sizes:
         mean = row.work * size / row.tokens

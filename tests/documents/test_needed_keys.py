@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fa2patch.documents.boundaries import Boundaries
-from fa2patch.documents.needed_keys import exchange
+from fa2patch.documents.needed_keys import exchange_of
 from fa2patch.documents.parts import Order, Part, Pieces, consecutive, head_and_tail
 from fa2patch.documents.tensors import ends_of
 
@@ -54,7 +54,7 @@ def test_each_query_sees_its_keys_and_no_key_is_sent_in_vain(causal, window):
 
 def check_keys(order, parts, rows, lengths, causal, window):
     tokens, pieces = tokens_of(order, rows), Pieces.of(lengths, order, rows)
-    found = [exchange(pieces, part, parts, causal, window) for part in range(parts)]
+    found = [exchange_of(pieces, part, parts, causal, window) for part in range(parts)]
     sent = [np.split(own[one.sends], np.cumsum(one.sizes[0])[:-1]) for own, one in zip(tokens, found)]
     for part, (own, one) in enumerate(zip(tokens, found)):
         received = np.concatenate([sent[other][part] for other in range(parts)])

@@ -195,8 +195,8 @@ def test_parts_of_head_and_tail_are_seen(monkeypatch):
 
 
 def test_work_that_forgets_the_window_is_seen(monkeypatch):
-    between = part_pieces.Row.between
+    between = part_pieces.RowCosts.between
     monkeypatch.setattr(
-        part_pieces.Row, "between", lambda self, *ends: between(part_pieces.Row(self.lengths, None), *ends)
+        part_pieces.RowCosts, "between", lambda self, *ends: between(part_pieces.RowCosts(self.lengths, None), *ends)
     )
     fails(test_windows, "mixed", 1024)

@@ -282,7 +282,7 @@ def _seen(change):
 
 def _exchange(change):
     def plant(monkeypatch):
-        exchange = attention.exchange
+        exchange = attention.exchange_of
 
         def changed(pieces, number, *given):
             found = exchange(pieces, number, *given)
@@ -290,7 +290,7 @@ def _exchange(change):
                 object.__setattr__(found, name, value)
             return found
 
-        monkeypatch.setattr(attention, "exchange", changed)
+        monkeypatch.setattr(attention, "exchange_of", changed)
 
     return plant
 
@@ -345,8 +345,8 @@ def _not_causal(asked):
 
 
 def _a_window(monkeypatch):
-    exchange = attention.exchange
-    monkeypatch.setattr(attention, "exchange", lambda *given: exchange(*given[:-1], 3))
+    exchange = attention.exchange_of
+    monkeypatch.setattr(attention, "exchange_of", lambda *given: exchange(*given[:-1], 3))
 
 
 FAULTS = {

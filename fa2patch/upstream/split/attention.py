@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from ...documents.boundaries import Boundaries, Shape
-from ...documents.needed_keys import Exchange, exchange
+from ...documents.needed_keys import Exchange, exchange_of
 from ...documents.tensors import ends_of
 from ...errors import PackingNotIsolated
 from ...kernels import Options
@@ -31,7 +31,7 @@ class Asked(NamedTuple):
     options: Options
 
 
-class Way(Protocol):
+class StateExchange(Protocol):
     def there(self, asked: Asked) -> Asked:
         """What this process's kernel is asked for, of what its layer asks for its part of every row."""
         ...
@@ -43,14 +43,14 @@ class Way(Protocol):
 
 def exchanged(
     part: RowPart, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, boundaries: Boundaries, options: Options
-) -> tuple[Way, Asked]:
-    """What a kernel is asked for in the place of this, and the way that makes the layer's output of the kernel's."""
+) -> tuple[StateExchange, Asked]:
+    """What a kernel is asked for in the place of this, and what makes the layer's output of the kernel's."""
     asked = Asked(q, k, v, boundaries, options)
-    chosen = way(part, asked)
+    chosen = _chosen(part, asked)
     return chosen, chosen.there(asked)
 
 
-def way(part: RowPart, asked: Asked) -> Way:
+def _chosen(part: RowPart, asked: Asked) -> StateExchange:
     shape = asked.q.shape[0], asked.q.shape[1]
     heads, keys = part.why_no_heads(asked.q.shape[2], asked.k.shape[2]), _why_no_keys(asked)
     if heads and keys:
@@ -152,7 +152,7 @@ class KeyExchange:
         kind = KeyExchange, self.part, options.causal, options.window
         if kind not in boundaries.made:
             part, pieces = self.part, self.part.pieces(boundaries, self.shape)
-            found = exchange(pieces, part.number, part.of, options.causal, options.window)
+            found = exchange_of(pieces, part.number, part.of, options.causal, options.window)
             boundaries.made[kind] = _on_the_device(found, asked.q.device)
         plan: Plan = boundaries.made[kind]
         return plan

@@ -45,7 +45,8 @@ FEATURES = {
     "labels": ("labels of first tokens",),
 }
 
-# what can become of an architecture under Ulysses
+# the engines with which these scripts run every architecture, and what can become of one
+EVERY = {"architectures ulysses": "ulysses", "architectures torch": "context_parallel torch"}
 OUTCOMES = ("right", "right if documents lie whole", "refused", "upstream", "wrong")
 
 Evidence = dict[str, Any]
@@ -78,11 +79,10 @@ def text_of(page: str, found: dict[str, Evidence], known: list[str]) -> str:
         checks=lambda *names: [(stack, one) for stack, check, one in _checks(found) if check in names and one["ok"]],
         cell=_cell,
         batch=_batch,
-        engines=ENGINES,
         tables=lambda kind: _tables(found, kind, reasons),
         reasons=reasons,
         outcomes=OUTCOMES,
-        architectures={name: _architectures(evidence) for name, evidence in found.items()},
+        architectures=dict(_architectures(found)),
         split=split,
     )
 
@@ -191,13 +191,16 @@ def _said(runs: list[tuple[int, dict[str, Any]]], reasons: dict[str, int]) -> st
     return "; ".join(texts)
 
 
-def _architectures(evidence: Evidence) -> dict[str, list[str]]:
-    groups: dict[str, list[str]] = {outcome: [] for outcome in OUTCOMES}
-    for name, one in evidence["checks"].get("ulysses_architectures", {}).get("architectures", {}).items():
-        first, *more = [run["found"].lower() for run in one.values()]
-        whole = first == "refused" and "right" in more
-        groups["wrong" if "wrong" in (first, *more) else OUTCOMES[1] if whole else first].append(name)
-    return groups
+def _architectures(found: dict[str, Evidence]) -> Iterator[tuple[tuple[str, str], dict[str, list[str]]]]:
+    # by stack and engine: the architectures of each outcome
+    for stack, script, finding in _checks(found):
+        if script in EVERY:
+            groups: dict[str, list[str]] = {outcome: [] for outcome in OUTCOMES}
+            for name, one in finding.get("architectures", {}).items():
+                first, *more = [run["found"].lower() for run in one.values()]
+                whole = first == "refused" and "right" in more
+                groups["wrong" if "wrong" in (first, *more) else OUTCOMES[1] if whole else first].append(name)
+            yield (stack, ENGINES[EVERY[script]]), groups
 
 
 def integrations() -> str:

@@ -21,6 +21,7 @@ from ..errors import BadBatch, PackingNotIsolated
 from . import inspecting, other_code
 from .calls import Calls, passed
 from .cross import require_pairs
+from .engines import row_part
 from .find_documents import packed_mask_of
 from .labels import inside_documents, up_to_the_last_label
 from .packed_mask import MASK, PackedMask
@@ -88,11 +89,16 @@ def masks_of(model: Any, call: Call) -> tuple[PackedMask | None, PackedMask | No
     of_targets = {name: call.get(OF_TARGETS + name) for name in (*TOKENS, MASK, *SAYS)}
     if not passed(of_targets, TOKENS):  # the model makes them of labels
         of_targets[TOKENS[0]] = call.get(LABELS[0])
+    says = passed(call, SAYS_ALL)
+    if says:  # a part may look dense, or like ids that are refused
+        _refuse_part(model, call)
     encoder, decoder = map(model.get_submodule, vars(model)[MARK].facts.stacks)
     sources = _mask_of(encoder, of_sources, training)
     targets = _mask_of(decoder, of_targets, training)
     if targets is None and sources is None:
         return None, None
+    if not says:
+        _refuse_part(model, call)
     if targets is None or (sources is None and passed(of_sources, TOKENS)):
         there, missing, prefix = ("targets", "sources", "") if sources is None else ("sources", "targets", OF_TARGETS)
         raise BadBatch(
@@ -102,6 +108,15 @@ def masks_of(model: Any, call: Call) -> tuple[PackedMask | None, PackedMask | No
     if sources is not None:
         require_pairs(sources.boundaries, targets.boundaries)
     return sources, targets
+
+
+def _refuse_part(model: Any, call: Call) -> None:
+    part = row_part(model, call)
+    if part is not None:
+        raise PackingNotIsolated(
+            f"{part.engine} splits rows over {part.of} processes, and {type(model).__name__} has two rows, of sources "
+            "and of targets, of which a process would need more than its parts. Train it with whole rows."
+        )
 
 
 def _mask_of(stack: Any, call: Call, training: bool) -> PackedMask | None:

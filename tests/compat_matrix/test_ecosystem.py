@@ -229,7 +229,7 @@ RUNS = {
     },
     "ulysses_engine loop zero2": {"loss": 1e-7, "weight": 2e-7, "gradients_times": 2, "verify": "isolated: 4"},
     "ulysses_engine loop alone": {"alone": {"found": "leaks", "said": "", "off_by": 0.041}},
-    "ulysses_architectures": {
+    "architectures ulysses": {
         "architectures": {
             "llama": {"crossing": {"found": "right"}},
             "jamba": {"crossing": {"found": "refused"}, "whole": {"found": "right"}},
@@ -237,7 +237,15 @@ RUNS = {
             "old": {"crossing": {"found": "upstream", "said": "one process: RuntimeError"}},
         },
     },
-    "context_parallel torch": {"table": {"mixers": {"found": "refused", "said": REFUSAL, "off_by": None}}},
+    "context_parallel torch": {
+        "table": {"mixers": {"found": "refused", "said": REFUSAL, "off_by": None}},
+        "exchanged": {
+            "chats, balanced": {
+                "forward": 1792.0, "backward": 1792.0, "on paper": 1792, "step": 31816, "ring": 393216,
+                "Ulysses": 393216.0, "work": 1.02,
+            },
+        },
+    },
 }  # fmt: skip
 
 
@@ -261,11 +269,12 @@ def long_rows(**changes):
         "| windows | error [3] |  |",
         "2. PackingNotIsolated: mixers",
         "3. KeyError: x",
-        f"| {NAME} | 1 | 1 | 1 | 1 | 0 |",
-        f"- {NAME}, refused: `esm`",
-        f"- {NAME}, right if documents lie whole: `jamba`",
-        f"- {NAME}, upstream: `old`",
+        f"| {NAME} | DeepSpeed's Ulysses | 1 | 1 | 1 | 1 | 0 |",
+        f"- {NAME}, DeepSpeed's Ulysses, refused: `esm`",
+        f"- {NAME}, DeepSpeed's Ulysses, right if documents lie whole: `jamba`",
+        f"- {NAME}, DeepSpeed's Ulysses, upstream: `old`",
         f"| {NAME} | 2 | llama, ids | a layer's forward | 2,048 | 2,048 | 4,096 |",
+        f"| {NAME} | 2 | chats, balanced | 1,792 | 1,792 | 1,792 | 31,816 | 393,216 | 393,216 | 1.02 |",
         f"| {NAME} | 2026-01-01 | commit 111111111111 | torch 2.13.0 |",
         "Without evidence: long-rows-4.57.6.",
         "    python -m compat_matrix.ecosystem long-rows-5.23.0 long-rows-4.57.6",
@@ -288,14 +297,15 @@ def test_a_failure_is_on_the_page_of_long_rows():
         "llama": {"crossing": {"found": "WRONG"}},
         "phi": {"crossing": {"found": "refused"}, "whole": {"found": "WRONG"}},
     }
-    text = long_rows(ulysses_architectures={"ok": False, "architectures": leaking})
-    assert f"| {NAME} | 0 | 0 | 0 | 0 | 2 |" in text and f"- {NAME}, **wrong**: `llama`, `phi`" in text
+    text = long_rows(**{"architectures ulysses": {"ok": False, "architectures": leaking}})
+    assert f"| {NAME} | DeepSpeed's Ulysses | 0 | 0 | 0 | 0 | 2 |" in text
+    assert f"- {NAME}, DeepSpeed's Ulysses, **wrong**: `llama`, `phi`" in text
 
 
 def test_every_script_of_the_stacks_is_of_an_engine_or_about_architectures():
     # The page would not show a script that no column is made of.
     for name in (name for name in STACKS if name.startswith(pages.LONG)):
-        scripts = {runner.check_of(test) for test in STACKS[name].tests} - {"ulysses_architectures"}
+        scripts = {runner.check_of(test) for test in STACKS[name].tests} - {*pages.EVERY}
         evidence = {"checks": {script: {"ok": True, "table": {"x": {}}} for script in scripts}}
         started = {script for script in scripts if script.startswith(("ulysses_engine", *pages.TRAINING))}
         columns = pages.by_engine(evidence, "table")

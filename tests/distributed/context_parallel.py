@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from engines import ENGINES, Engine, Torch
+from key_traffic import counted
 from ranks import finish, of_every_rank
 from split_training import Case, batch_of, documents, table
 from torch.distributed.device_mesh import init_device_mesh
@@ -98,6 +99,10 @@ def main(name: str, *features: str) -> dict[str, Any]:
     if weighed is not None:
         found["ok"] = weighed.pop("ok") and found["ok"]
         found["table"]["balance"] = weighed
+        found["exchanged"] = counted(engine)
+        found["ok"] &= all(
+            each["forward"] == each["backward"] == each["on paper"] for each in found["exchanged"].values()
+        )
     return found
 
 

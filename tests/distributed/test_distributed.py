@@ -29,7 +29,7 @@ def test_ddp_and_fsdp2_quickly():
 @needs_registry
 def test_ulysses_quickly():
     # Without DeepSpeed too: what it registers is looked at, and the rows are split as it splits them.
-    found = launched("ulysses_architectures llama gpt_oss jamba bert:masked")["architectures"]
+    found = launched("architectures ulysses llama gpt_oss jamba bert:masked")["architectures"]
     assert [one["crossing"]["found"] for one in found.values()] == ["right", "right", "refused", "right"], found
     assert found["jamba"]["whole"]["found"] == "right"
 
@@ -87,7 +87,7 @@ def test_a_script_in_several_processes(entry, finding):
 def test_every_script_about_long_rows_is_in_a_stack():
     processes = {split(entry) for entry in ENTRIES}
     scripts = {script.split()[0] for script, _ in processes}
-    assert {"ulysses", "ulysses_engine", "ulysses_architectures", "tensor_parallel", "context_parallel"} <= scripts
+    assert {"ulysses", "ulysses_engine", "architectures", "tensor_parallel", "context_parallel"} <= scripts
     assert {("ulysses", 4), ("tensor_parallel", 4), ("context_parallel torch", 4)} <= processes
 
 

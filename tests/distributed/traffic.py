@@ -1,4 +1,4 @@
-"""Counts the bytes that a process sends through torch.distributed.
+"""Counts the bytes that a process sends and receives through torch.distributed.
 As a script, run by torchrun, it counts those of the exchange of heads: ``traffic.py OUT``.
 """
 
@@ -25,7 +25,9 @@ from fa2patch.upstream.split.row_part import RowPart
 
 class Traffic:
     def __init__(self) -> None:
-        self.sent: Counter[str] = Counter()  # the bytes that this process sends to others, by function
+        # bytes by function, without what a process keeps of its own
+        self.sent: Counter[str] = Counter()
+        self.received: Counter[str] = Counter()
         self.calls: Counter[str] = Counter()  # by function
 
 
@@ -33,25 +35,42 @@ class Traffic:
 def traffic() -> Iterator[Traffic]:
     counted, exchange, gather = Traffic(), dist.all_to_all_single, dist.all_gather
 
-    def note(name: str, tensor: torch.Tensor, share: float) -> None:
-        counted.calls[name] += 1
-        counted.sent[name] += round(tensor.numel() * tensor.element_size() * share)
+    def size(tensor: torch.Tensor, share: float) -> int:
+        return round(tensor.numel() * tensor.element_size() * share)
 
     def all_to_all_single(*args: Any, **kwargs: Any) -> Any:
         called = inspect.signature(exchange).bind(*args, **kwargs).arguments
-        group, sizes = called.get("group"), called.get("input_split_sizes")
-        processes = dist.get_world_size(group)
-        stays = 1 / processes if not sizes else sizes[dist.get_rank(group)] / max(1, sum(sizes))  # one piece stays
-        note("all_to_all_single", called["input"], 1 - stays)
+        for way, tensor, sizes in (
+            (counted.sent, "input", "input_split_sizes"),
+            (counted.received, "output", "output_split_sizes"),
+        ):
+            way["all_to_all_single"] += size(called[tensor], 1 - stays(called.get("group"), called.get(sizes)))
+        counted.calls["all_to_all_single"] += 1
         return exchange(*args, **kwargs)
+
+    def stays(group: Any, sizes: list[int] | None) -> float:
+        return sizes[dist.get_rank(group)] / max(1, sum(sizes)) if sizes else 1 / dist.get_world_size(group)
 
     def all_gather(*args: Any, **kwargs: Any) -> Any:
         called = inspect.signature(gather).bind(*args, **kwargs).arguments
-        note("all_gather", called["tensor"], len(called["tensor_list"]) - 1)
+        for way in (counted.sent, counted.received):
+            way["all_gather"] += size(called["tensor"], len(called["tensor_list"]) - 1)
+        counted.calls["all_gather"] += 1
         return gather(*args, **kwargs)
 
     with mock.patch.multiple(dist, all_to_all_single=all_to_all_single, all_gather=all_gather):
         yield counted
+
+
+def heads_of(config: Any) -> dict[str, int]:
+    # The heads are named as :func:`bytes_sent_by_a_layer` takes them.
+    queries, dim = config.num_attention_heads, getattr(config, "head_dim", None)
+    dim = dim or config.hidden_size // queries
+    heads = {"heads": queries, "key_heads": config.num_key_value_heads, "head_dim": dim, "value_dim": dim}
+    if hasattr(config, "v_head_dim"):  # latent attention has a key for every query head, and narrower values
+        wide = config.qk_nope_head_dim + config.qk_rope_head_dim
+        heads = {**heads, "key_heads": queries, "head_dim": wide, "value_dim": config.v_head_dim}
+    return heads
 
 
 # Query heads, key heads, and widths of key and value heads.

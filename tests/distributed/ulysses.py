@@ -11,7 +11,7 @@ import torch.distributed as dist
 import ulysses_rows
 from engines import Ulysses
 from split_training import CROSSING, Case, batch_of, documents, table, with_lengths
-from traffic import Traffic, traffic
+from traffic import Traffic, heads_of, traffic
 
 import fa2patch
 from compat_matrix import tiny_models
@@ -64,17 +64,6 @@ def counted(model: Any, change: Callable[[dict[str, Any]], dict[str, Any]], laye
         "position_ids": {"counted": step["forward"].sent["all_gather"], "on paper": ids},
         "calls in a layer's forward": {"counted": step["forward"].calls["all_to_all_single"] / layers, "on paper": 2},
     }
-
-
-def heads_of(config: Any) -> dict[str, int]:
-    # The heads are named as :func:`bytes_sent_by_a_layer` takes them.
-    queries, dim = config.num_attention_heads, getattr(config, "head_dim", None)
-    dim = dim or config.hidden_size // queries
-    heads = {"heads": queries, "key_heads": config.num_key_value_heads, "head_dim": dim, "value_dim": dim}
-    if hasattr(config, "v_head_dim"):  # latent attention has a key for every query head, and narrower values
-        wide = config.qk_nope_head_dim + config.qk_rope_head_dim
-        heads = {**heads, "key_heads": queries, "head_dim": wide, "value_dim": config.v_head_dim}
-    return heads
 
 
 def main() -> dict[str, Any]:

@@ -55,6 +55,17 @@ def test_a_function_that_stands_in_torchs_place(model, in_torchs_place, monkeypa
     row_part(model, CALL)
 
 
+@pytest.mark.parametrize("family", ["t5:pairs", "bart:pairs"])
+@pytest.mark.parametrize("ids", [torch.tensor([[0, 1, 2, 0]]), torch.tensor([[2, 3, 4, 5]])], ids=str)
+def test_a_part_of_a_row_of_sources_and_of_one_of_targets(family, ids, in_torchs_place):
+    tokens = torch.ones(1, 4, dtype=torch.long)
+    pairs = {"input_ids": tokens, "position_ids": ids, "decoder_input_ids": tokens, "decoder_position_ids": ids}
+    with fa2patch.apply(tiny_models.build(family, "eager")) as patch:
+        in_torchs_place("torch.distributed.tensor.experimental._attention")
+        with pytest.raises(PackingNotIsolated, match="a part of every row"):
+            patch.model(**pairs)
+
+
 @pytest.mark.parametrize(
     "module", ["deepspeed.runtime.sequence_parallel.ulysses_sp", "ring_flash_attn.adapters.hf_adapter"]
 )

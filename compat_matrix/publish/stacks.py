@@ -191,16 +191,17 @@ def _said(runs: list[tuple[int, dict[str, Any]]], reasons: dict[str, int]) -> st
     return "; ".join(texts)
 
 
-def _architectures(found: dict[str, Evidence]) -> Iterator[tuple[tuple[str, str], dict[str, list[str]]]]:
-    # by stack and engine: the architectures of each outcome
-    for stack, script, finding in _checks(found):
+def _architectures(found: dict[str, Evidence]) -> Iterator[tuple[tuple[str, str, int], dict[str, list[str]]]]:
+    # by stack, engine and number of processes: the architectures of each outcome
+    for stack, entry, finding in _checks(found):
+        script, processes = split(entry)
         if script in EVERY:
             groups: dict[str, list[str]] = {outcome: [] for outcome in OUTCOMES}
             for name, one in finding.get("architectures", {}).items():
                 first, *more = [run["found"].lower() for run in one.values()]
                 whole = first == "refused" and "right" in more
                 groups["wrong" if "wrong" in (first, *more) else OUTCOMES[1] if whole else first].append(name)
-            yield (stack, ENGINES[EVERY[script]]), groups
+            yield (stack, ENGINES[EVERY[script]], processes), groups
 
 
 def integrations() -> str:

@@ -1,6 +1,6 @@
-"""Every architecture with rows that an engine splits, in two processes: ``architectures.py ENGINE [NAME ...] OUT``.
+"""Every architecture with rows that an engine splits over processes: ``architectures.py ENGINE [NAME ...] OUT``.
 
-ENGINE is one of ``engines.py``. Two packed rows, whose documents cross the border between the processes, are compared
+ENGINE is one of ``engines.py``. Two packed rows, whose documents cross the borders between the processes, are compared
 with the documents alone in one process. Architectures whose mixers carry a state run again with documents that lie
 whole in a process.
 """
@@ -24,8 +24,8 @@ from compat_matrix.check.cell import Cell, NotApplicable, assert_unmoved
 from compat_matrix.check.compare import assert_close, assert_same_gradients
 
 CROSSING = ((10, 40, 14), (5, 27, 20, 12))
-# Document lengths of two rows of 64 tokens, of which each of two processes has two quarters.
-WHOLE = ((12, 4, 16, 7, 9, 16), (16, 5, 11, 16, 13, 3))
+# Document lengths of two rows of 64 tokens that lie whole in every eighth, and so in each of two or four processes.
+WHOLE = ((8, 5, 3, 8, 8, 2, 6, 8, 8, 7, 1), (3, 5, 8, 8, 6, 2, 8, 8, 1, 7, 8))
 
 
 def batch_of(lengths: tuple[tuple[int, ...], ...], docs: list[torch.Tensor]) -> dict[str, torch.Tensor]:

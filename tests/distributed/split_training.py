@@ -7,6 +7,7 @@ model in one process that is given one document after another. Both train ten st
 from __future__ import annotations
 
 import contextlib
+import importlib
 import inspect
 import re
 from collections.abc import Callable
@@ -51,7 +52,8 @@ class Case:
     lengths: tuple[tuple[int, ...], ...] = CROSSING  # document lengths of each row
     config: dict[str, Any] = field(default_factory=dict)
     batch: Callable[[dict[str, Any]], dict[str, Any]] = dict  # changes the batch before rows are split
-    model: Callable[[Any], Any] = lambda model: model  # changes the model before it is patched
+    model: Callable[[Any], Any] = lambda model: model  # changes the model that is split, once it is patched
+    built: Callable[[Any], Any] = lambda model: model  # changes the models of one process and of several
     refused: str = ""  # a part of the expected error; empty if the feature is right
     # How many tokens at the start of each document have no loss. If more than 1, documents share them.
     prompts: int = 1
@@ -155,6 +157,13 @@ def compiled_layers(model: Any) -> Any:
     return model
 
 
+def with_lora(model: Any) -> Any:
+    peft: Any = importlib.import_module("peft")
+    torch.manual_seed(0)  # of its weights, which are not 0
+    made = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
+    return peft.get_peft_model(model, made).to(model.dtype)
+
+
 LONGROPE = {
     "max_position_embeddings": 64,
     "original_max_position_embeddings": 16,
@@ -187,6 +196,7 @@ CASES = {
     "torch.compile": Case(model=compiled, batch=with_lengths),
     "unknown modules": Case(model=with_a_module(Scaled)),
     "unknown modules that mix tokens": Case(model=with_a_module(Mixing), refused="sent them a gradient|changed"),
+    "LoRA (PEFT)": Case(built=with_lora),
     "compiled layers": Case(model=compiled_layers),
     "pictures": Case("qwen2_vl", batch=with_pictures, refused="pictures"),
     "a cache": Case(call={"use_cache": True, "past_key_values": "made"}, refused="PackedWithCache"),
@@ -281,7 +291,7 @@ def compared(engine: Engine, case: Case, patched: bool) -> dict[str, Any]:
     docs = documents(case)
 
     def built(dtype: torch.dtype, attention: str = "eager") -> Any:
-        return tiny_models.build(case.family, attention, dtype, **case.config).train()
+        return case.built(tiny_models.build(case.family, attention, dtype, **case.config)).train()
 
     dtype = precision(built, docs)
     expected = right(case, docs, built(dtype))

@@ -1,0 +1,212 @@
+"""What could fail only on a GPU, on a CUDA device that computes on the CPU: whole models, and planted faults."""
+
+import look_alike_cuda
+import pytest
+import stand_in_aten
+import torch
+from look_alike_cuda import OnCuda
+
+import fa2patch
+from compat_matrix import tiny_models
+from compat_matrix.check import rows
+from compat_matrix.check.cell import Cell
+from compat_matrix.check.compare import assert_close, assert_same_gradients
+from fa2patch import errors
+from fa2patch.documents import given_boundaries, tensors
+from fa2patch.kernels.aten import TorchVarlen
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a real CUDA device is here")
+
+LENGTHS = (5, 9, 3)
+FAMILIES = ("llama", "phi3", "mixtral", "gpt_neox", "bert:masked", "jamba")
+EVERY = [
+    name for name in tiny_models.architectures() if not tiny_models.has_media(name) and not tiny_models.has_pairs(name)
+]
+
+
+@pytest.fixture
+def gpu():
+    if "_ensureCUDADeviceGuardSet" not in dir(torch._C):
+        pytest.skip("this torch has no devices that do nothing")
+    with stand_in_aten.installed(), look_alike_cuda.cuda() as waits:
+        yield waits
+
+
+class Trained:
+    """A patched model on the device, and what each document alone gives on a CPU."""
+
+    def __init__(self, family, waits, kernel="auto"):
+        self.cell, self.waits = Cell(family, "eager"), waits
+        self.docs = rows.documents(*LENGTHS)
+        reference = self.cell.reference().train()
+        self.expected = rows.alone(reference, self.docs)
+        self.weight = torch.randn_like(self.expected)
+        (self.expected * self.weight).sum().backward()
+        self.gradients = rows.gradients(reference)
+        self.model = look_alike_cuda.moved(self.cell.model().train())
+        self.patch = fa2patch.apply(self.model, kernel=kernel)
+
+    def batch(self, stated):
+        batch = rows.pack(self.docs)
+        if stated:
+            cu = torch.tensor([0, *LENGTHS]).cumsum(0).int()
+            batch |= {
+                "cu_seq_lens_q": cu,
+                "cu_seq_lens_k": cu,
+                "max_length_q": max(LENGTHS),
+                "max_length_k": max(LENGTHS),
+            }
+        return {name: OnCuda(value) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
+
+    def waited(self, **batch):
+        """What made the host wait in the second forward, whose numbers and gradients are right."""
+        self.model(**batch)
+        self.waits.clear()
+        logits = self.model(**batch).logits.flatten(0, 1)
+        found = dict(self.waits)
+        assert_close(logits.held, self.expected, "logits")
+        (logits * OnCuda(self.weight)).sum().backward()
+        gradients = {name: gradient.held for name, gradient in rows.gradients(self.model).items()}
+        assert_same_gradients(gradients, self.gradients, **self.cell.of_gradients)
+        return found
+
+
+def of_ours(waits):
+    return [where.partition(":")[0] for where in waits if "fa2patch/" in where]
+
+
+def of_a_forward(trained, stated):
+    # A mixer that computes document by document needs lengths on the host, and takes the documents' tokens by them.
+    mixes = any("mixer" in layer.seam for layer in trained.patch.layers)
+    reads = ["_to_copy, fa2patch/documents/tensors.py"]
+    return reads * (not stated) + (reads + ["copy_, fa2patch/kernels/grouping.py"]) * mixes
+
+
+@pytest.mark.parametrize("stated", [True, False], ids=["lengths", "ids"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_is_right_and_nothing_waits_but_one_read(gpu, family, stated):
+    trained = Trained(family, gpu)
+    found = trained.waited(**trained.batch(stated))
+    assert sorted(set(of_ours(found))) == sorted(set(of_a_forward(trained, stated)))
+    assert {str(layer.kernel) for layer in trained.patch.layers} & {"torch_varlen"}
+
+
+@pytest.mark.parametrize("kernel", ["efficient", "reference"])
+def test_a_kernel_by_name(gpu, kernel):
+    trained = Trained("llama", gpu, kernel)
+    trained.waited(**trained.batch(False))
+    assert {str(layer.kernel) for layer in trained.patch.layers} == {kernel}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [name for name in EVERY if name not in FAMILIES])
+def test_every_architecture(gpu, family):
+    try:
+        trained = Trained(family, gpu)
+    except errors.UnsupportedModel as error:
+        pytest.skip(str(error))
+    trained.waited(**trained.batch(True))
+
+
+# --- faults ---------------------------------------------------------------------------------------------------
+
+
+def on_the_host(q, k, v, boundaries, options):
+    return q, k, v, boundaries.__class__(boundaries.cu_seqlens.cpu(), boundaries.max_seqlen), options
+
+
+def in_64_bits(q, k, v, boundaries, options):
+    return q, k, v, boundaries.__class__(boundaries.cu_seqlens.long(), boundaries.max_seqlen), options
+
+
+def with_(what):
+    def changed(q, *others):
+        what(q, others[2])
+        return q, *others
+
+    return changed
+
+
+REFUSED = {
+    "boundaries on the host": on_the_host,
+    "boundaries of 64 bits": in_64_bits,
+    "an index on the host": with_(lambda q, _: q.index_select(0, torch.tensor([0]))),
+    "numbers of the host": with_(lambda q, _: q + torch.ones(q.shape[-1])),
+    "a long message": with_(lambda q, _: tensors.assert_async(q.sum() == q.sum(), "x" * 255)),
+}
+WAITS = {
+    "a number that is read": with_(lambda q, boundaries: boundaries.cu_seqlens[-1].item()),
+    "a list": with_(lambda q, boundaries: boundaries.cu_seqlens.tolist()),
+    "a condition": with_(lambda q, boundaries: bool(boundaries.cu_seqlens[0] == 0)),
+    "a mask": with_(lambda q, _: q[q > 0]),
+    "places": with_(lambda q, _: (q > 0).nonzero()),
+    "repeats of the device": with_(
+        lambda q, boundaries: torch.arange(3, device=q.device).repeat_interleave(boundaries.cu_seqlens.diff())
+    ),
+    "a constant of the host": with_(lambda q, _: torch.tensor([1.0, 2.0]).to(q.device)),
+    "a copy to the host": with_(lambda q, _: q.cpu()),
+}
+
+
+def planted(monkeypatch, fault):
+    original = TorchVarlen.__call__
+    monkeypatch.setattr(TorchVarlen, "__call__", lambda self, *given: original(self, *fault(*given)))
+
+
+@pytest.mark.parametrize("fault", REFUSED.values(), ids=REFUSED)
+def test_a_planted_fault_is_refused(gpu, monkeypatch, fault):
+    trained = Trained("llama", gpu, "torch_varlen")
+    batch = trained.batch(True)
+    trained.waited(**batch)
+    planted(monkeypatch, fault)
+    with pytest.raises((RuntimeError, AssertionError)):
+        trained.waited(**batch)
+
+
+@pytest.mark.parametrize("fault", WAITS.values(), ids=WAITS)
+def test_a_planted_wait_is_seen(gpu, monkeypatch, fault):
+    trained = Trained("llama", gpu, "torch_varlen")
+    batch = trained.batch(True)
+    assert trained.waited(**batch) == {}
+    planted(monkeypatch, fault)
+    assert trained.waited(**batch)
+
+
+def test_an_assertion_of_all_that_lengths_can_break_would_be_too_long(gpu, monkeypatch):
+    # what one H200 found: every packed batch with lengths failed
+    trained = Trained("llama", gpu)
+    batch = trained.batch(True)
+    for module in (tensors, given_boundaries):
+        monkeypatch.setattr(module, "fitting", lambda texts: " Or: ".join(dict.fromkeys(texts)))
+    with pytest.raises(RuntimeError, match="characters"):
+        trained.model(**batch)
+
+
+def test_operators_without_a_deterministic_way_are_refused_and_none_is_used(gpu, monkeypatch):
+    trained = Trained("llama", gpu, "torch_varlen")
+    batch = trained.batch(True)
+    torch.use_deterministic_algorithms(True)
+    try:
+        trained.waited(**batch)
+        planted(monkeypatch, with_(lambda q, _: q.cumsum(0)))
+        with pytest.raises(RuntimeError, match="deterministic"):
+            trained.model(**batch)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_lengths_that_are_wrong_are_refused_there_too(gpu):
+    trained = Trained("llama", gpu)
+    batch = trained.batch(True)
+    batch["cu_seq_lens_q"] = OnCuda(torch.tensor([0, 5, 14, 18], dtype=torch.int32))
+    with pytest.raises(RuntimeError, match="cu_seq_lens"):
+        trained.model(**batch)
+
+
+def test_heads_that_do_not_lie_side_by_side_are_laid_so(gpu, monkeypatch):
+    def columns(q, *others):
+        return q.transpose(-1, -2).contiguous().transpose(-1, -2), *others
+
+    trained = Trained("llama", gpu, "torch_varlen")
+    planted(monkeypatch, columns)
+    trained.waited(**trained.batch(True))

@@ -91,6 +91,7 @@ def _waits(name: str, args: Any, kwargs: Any, to: Any) -> bool:
     sizes = name == "repeat_interleave" and kwargs.get("output_size") is None and len(args) < 3
     leaves = name == "_to_copy" and to is not None and torch.device(to).type == "cpu"
     crosses = name == "copy_" and args[1].dim() and isinstance(args[0], OnCuda) != isinstance(args[1], OnCuda)
+    crosses = crosses and not (isinstance(args[0], OnCuda) and (kwargs.get("non_blocking") or args[2:3] == (True,)))
     return bool(name in READS or by_mask or sizes or leaves or crosses)
 
 
@@ -122,7 +123,7 @@ MADE = {
 ASKED = {
     "is_available": lambda: True, "device_count": lambda: 1, "current_device": lambda: 0, "_lazy_init": lambda: None,
     "get_device_capability": lambda *_: (9, 0), "get_device_name": lambda *_: "a look-alike",
-    "is_current_stream_capturing": lambda: False, "synchronize": lambda *_: None,
+    "is_bf16_supported": lambda *_: True, "is_current_stream_capturing": lambda: False, "synchronize": lambda *_: None,
     "get_rng_state": lambda *_: torch.get_rng_state(), "set_rng_state": lambda *_: None,
 }  # fmt: skip
 

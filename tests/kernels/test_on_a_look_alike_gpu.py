@@ -1,5 +1,7 @@
 """What could fail only on a GPU, on a CUDA device that computes on the CPU: whole models, and planted faults."""
 
+from collections import Counter
+
 import look_alike_cuda
 import pytest
 import stand_in_aten
@@ -98,6 +100,47 @@ def test_a_kernel_by_name(gpu, kernel):
     assert {str(layer.kernel) for layer in trained.patch.layers} == {kernel}
 
 
+def test_autocast_hands_the_kernel_its_dtype_and_waits_for_nothing(gpu):
+    trained = Trained("llama", gpu)
+    batch = trained.batch(True)
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        trained.model(**batch)
+        gpu.clear()
+        logits = trained.model(**batch).logits
+    assert logits.dtype == torch.bfloat16 and not gpu
+    assert_close(logits.held.float().flatten(0, 1), trained.expected, "logits", 0.05)
+    logits.float().sum().backward()
+    assert {parameter.grad.dtype for parameter in trained.model.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision(gpu, dtype):
+    trained = Trained("llama", gpu)
+    model = look_alike_cuda.moved(trained.cell.model(dtype).train())
+    fa2patch.apply(model)
+    logits = model(**trained.batch(False)).logits
+    assert_close(logits.held.float().flatten(0, 1), trained.expected, "logits", 0.05)
+
+
+def test_a_padded_batch_is_read_before_its_layers_and_a_dense_one_is_not(gpu):
+    trained = Trained("llama", gpu)
+    fa2patch.apply(trained.model, padded_batches=True)
+    padded = torch.nn.utils.rnn.pad_sequence(trained.docs, batch_first=True)
+    mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(doc) for doc in trained.docs], batch_first=True)
+    labels = OnCuda(padded.masked_fill(mask == 0, -100))
+    batch = {"input_ids": OnCuda(padded), "attention_mask": OnCuda(mask), "labels": labels, "use_cache": False}
+    for _ in range(3):  # what is around the base model is looked at in the first ones
+        gpu.clear()
+        logits = trained.model(**batch).logits
+    # whether the mask numbers documents; where they are; then the tokens' places and boundaries go to the device
+    reads, sent = "_to_copy, fa2patch/documents/tensors.py", "copy_, fa2patch/padded/rows.py"
+    assert Counter(where.partition(":")[0] for where in gpu.elements()) == {reads: 2, sent: 2}
+    assert_close(logits.held[mask.bool()], trained.expected, "logits")
+    gpu.clear()
+    trained.model(OnCuda(padded), use_cache=False)
+    assert not of_ours(gpu)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", [name for name in EVERY if name not in FAMILIES])
 def test_every_architecture(gpu, family):
@@ -105,7 +148,8 @@ def test_every_architecture(gpu, family):
         trained = Trained(family, gpu)
     except errors.UnsupportedModel as error:
         pytest.skip(str(error))
-    trained.waited(**trained.batch(True))
+    found = trained.waited(**trained.batch(True))
+    assert {*of_ours(found)} <= {*of_a_forward(trained, True)}
 
 
 # --- faults ---------------------------------------------------------------------------------------------------

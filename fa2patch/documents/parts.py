@@ -50,7 +50,7 @@ class Order:
         # `tokens`, or `places`, on the device
         kind = device, places
         if kind not in self._on:
-            self._on[kind] = torch.from_numpy(self.places if places else self.tokens).to(device)
+            self._on[kind] = torch.from_numpy(self.places if places else self.tokens).to(device, non_blocking=True)
         return self._on[kind]
 
 

@@ -39,7 +39,7 @@ def largest(numbers: torch.Tensor) -> int:
 
 def ends_of(lengths: Iterable[int], device: torch.device) -> torch.Tensor:
     # int32 [documents + 1]: 0, then the end of each document
-    return torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
+    return torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32, non_blocking=True)
 
 
 LONGEST = 254  # characters: torch raises an error for a longer message of an assertion on a CUDA device

@@ -183,7 +183,7 @@ def _pairs(
     for batch, (_, longest), (_, most) in zip(made, keys.shapes, queries.shapes):
         padded = any(of_keys[at] < longest for at in batch)
         ends = torch.tensor([of_keys[at] - 1 for at in batch])[:, None].expand(-1, most)
-        last.append(ends.to(device) if padded else None)
+        last.append(ends.to(device, non_blocking=True) if padded else None)
     return queries, keys, last
 
 
@@ -217,5 +217,5 @@ def _last_keys(calls: Batches, boundaries: Boundaries, causal: bool) -> list[tor
             found.append(None)
         else:
             ends = torch.tensor([calls.lengths[at] - 1 for at in batch])[:, None]
-            found.append(torch.maximum(ends, torch.arange(longest)).to(device))
+            found.append(torch.maximum(ends, torch.arange(longest)).to(device, non_blocking=True))
     return found

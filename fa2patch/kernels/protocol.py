@@ -278,7 +278,10 @@ def _with_spans(
         device = output.device
         of_keys = Keys(None, ends_of(spans.key_counts, device), max(spans.key_counts))
         queries = _SpanBoundaries(ends_of(spans.counts, device), spans.longest, None, spans.counts, of_keys=of_keys)
-        boundaries.made[_SpanBoundaries] = queries, *(torch.from_numpy(tokens).to(device) for tokens in spans[:2])
+        boundaries.made[_SpanBoundaries] = (
+            queries,
+            *(torch.from_numpy(tokens).to(device, non_blocking=True) for tokens in spans[:2]),
+        )
     queries, at, seen = boundaries.made[_SpanBoundaries]
     states = q.index_select(0, at), k.index_select(0, seen), v.index_select(0, seen)
     # a window hides nothing of a span from its queries: require_within has refused a shorter one

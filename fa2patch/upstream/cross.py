@@ -69,9 +69,11 @@ def of_documents(step: Step, mask: PackedMask, documents: Sequence[int]) -> Call
     require_pairs(sources, mask.boundaries)
     ends, lengths = np.cumsum(sources.lengths), [sources.lengths[document] for document in documents]
     tokens = np.concatenate([np.arange(ends[at] - sources.lengths[at], ends[at]) for at in documents])
-    own_ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(states.device)
+    own_ends = (
+        torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(states.device, non_blocking=True)
+    )
     own = Boundaries(own_ends, max(lengths), _lengths=tuple(lengths))
-    chosen = torch.from_numpy(tokens).to(states.device)
+    chosen = torch.from_numpy(tokens).to(states.device, non_blocking=True)
     of_pass = PackedMask(own, step.patch.picks, (1, len(tokens)), own.max_seqlen)
     return {ENCODED: states.flatten(0, 1).index_select(0, chosen)[None], ENCODED_MASK: of_pass}
 

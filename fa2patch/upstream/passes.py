@@ -198,8 +198,14 @@ def _pass(units: Sequence[_Unit], whole: Boundaries, shapes: RowShape) -> Pass:
     device, with_padding = whole.cu_seqlens.device, shapes.documents(lengths)
     tokens = np.append(tokens, np.full(sum(with_padding) - len(tokens), tokens[0]))
     ends, longest = shapes.ends(with_padding), shapes.longest(with_padding)
-    tree = torch.tensor(parents, dtype=torch.int32).to(device) if max(parents) >= 0 else None
-    own = torch.from_numpy(ends).to(device), longest, whole.positions, tuple(np.diff(ends).tolist()), tree
+    tree = torch.tensor(parents, dtype=torch.int32).to(device, non_blocking=True) if max(parents) >= 0 else None
+    own = (
+        torch.from_numpy(ends).to(device, non_blocking=True),
+        longest,
+        whole.positions,
+        tuple(np.diff(ends).tolist()),
+        tree,
+    )
     return Pass(tokens, Boundaries(*own), [] if tree is not None else [unit.document for unit in units])
 
 
@@ -208,7 +214,7 @@ def _in_passes(step: Step, mask: PackedMask, passes: Sequence[Pass]) -> Any:
     again, compiler, outputs = len(passes) > 1 and torch.is_grad_enabled(), _graphs.compiler, []
     calls: list[list[Any]] = []
     for each in passes:
-        tokens = torch.from_numpy(each.tokens).to(mask.device)
+        tokens = torch.from_numpy(each.tokens).to(mask.device, non_blocking=True)
 
         def run(*unused: Any, part: Pass = each, tokens: torch.Tensor = tokens) -> Any:
             own = _part_of(step, mask, part, tokens)
@@ -374,5 +380,5 @@ def _joined_tokens(
     held = np.concatenate([each.tokens for each in passes])
     back = np.zeros(shape[0] * shape[1], np.int64)
     back[held[::-1]] = np.arange(len(held))[::-1]  # of several places, NumPy writes the last one given
-    whole = torch.cat([*outputs]).index_select(0, torch.from_numpy(back).to(outputs[0].device))
+    whole = torch.cat([*outputs]).index_select(0, torch.from_numpy(back).to(outputs[0].device, non_blocking=True))
     return whole.view(*shape, *whole.shape[1:]) if rows else whole

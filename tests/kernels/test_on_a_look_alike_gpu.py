@@ -78,10 +78,9 @@ def of_ours(waits):
 
 
 def of_a_forward(trained, stated):
-    # A mixer that computes document by document needs lengths on the host, and takes the documents' tokens by them.
+    # a mixer that computes document by document needs lengths on the host
     mixes = any("mixer" in layer.seam for layer in trained.patch.layers)
-    reads = ["_to_copy, fa2patch/documents/tensors.py"]
-    return reads * (not stated) + (reads + ["copy_, fa2patch/kernels/grouping.py"]) * mixes
+    return ["_to_copy, fa2patch/documents/tensors.py"] * (not stated or mixes)
 
 
 @pytest.mark.parametrize("stated", [True, False], ids=["lengths", "ids"])
@@ -132,9 +131,10 @@ def test_a_padded_batch_is_read_before_its_layers_and_a_dense_one_is_not(gpu):
     for _ in range(3):  # what is around the base model is looked at in the first ones
         gpu.clear()
         logits = trained.model(**batch).logits
-    # whether the mask numbers documents; where they are; then the tokens' places and boundaries go to the device
-    reads, sent = "_to_copy, fa2patch/documents/tensors.py", "copy_, fa2patch/padded/rows.py"
-    assert Counter(where.partition(":")[0] for where in gpu.elements()) == {reads: 2, sent: 2}
+    # whether the mask numbers documents, and where they are
+    assert Counter(where.partition(":")[0] for where in gpu.elements()) == {
+        "_to_copy, fa2patch/documents/tensors.py": 2
+    }
     assert_close(logits.held[mask.bool()], trained.expected, "logits")
     gpu.clear()
     trained.model(OnCuda(padded), use_cache=False)

@@ -33,6 +33,8 @@ READS = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero
 # of floating-point numbers, where torch.use_deterministic_algorithms is on
 NOT_DETERMINISTIC = ("cumsum", "index_add", "index_add_", "scatter_add", "scatter_add_", "put_", "histc")
 
+NOT_LAZY = {"_conj": torch.conj_physical, "_neg_view": torch.neg}
+
 waits: Counter[str] = Counter()  # what made the host wait, by operator and line
 
 
@@ -65,6 +67,8 @@ class OnCuda(torch.Tensor):
         on_cpu, more = tree_map_only(OnCuda, lambda one: one.held, (args, inside))
         if name == "histc":  # a CPU counts no integers
             return cls(func(on_cpu[0].double(), *on_cpu[1:], **more).to(on_cpu[0].dtype))
+        if name in NOT_LAZY:  # within a dispatch, a CPU's kernels do not look at a tensor's bits
+            return cls(NOT_LAZY[name](*on_cpu))
         found = func(*on_cpu, **more)
         if name == "copy_":
             return args[0]

@@ -119,6 +119,11 @@ def _arange(*ends: Any, dtype: Any = None, **_: Any) -> OnCuda:
     return OnCuda(torch.arange(*ends, dtype=dtype))
 
 
+class _Generator(torch.Generator):
+    def __new__(cls, device: Any = "cpu") -> _Generator:
+        return super().__new__(cls)  # the numbers of a CPU
+
+
 MADE = {
     "empty.memory_format": _empty, "empty_strided": _empty_strided,
     # torch resizes what it fills
@@ -149,6 +154,7 @@ def cuda() -> Iterator[Counter[str]]:
         for name, function in MADE.items():
             factories.impl(name, function, "CUDA")
         stack.enter_context(mock.patch.multiple(torch.cuda, **ASKED))
+        stack.enter_context(mock.patch.object(torch, "Generator", _Generator))
         stack.enter_context(mock.patch.object(torch.autograd, "grad", grad))
         stack.enter_context(mock.patch.object(torch.Tensor, "backward", backward))
         yield waits
@@ -156,10 +162,12 @@ def cuda() -> Iterator[Counter[str]]:
 
 def moved(module: Any) -> Any:
     """The module, whose parameters and buffers are those of the device from now on."""
+    made: dict[int, Any] = {id(None): None}  # by the parameter's id: layers may share one
+    for parameter in module.parameters():
+        made[id(parameter)] = torch.nn.Parameter(OnCuda(parameter.detach()), parameter.requires_grad)
     for part in module.modules():
         for name, parameter in part._parameters.items():
-            if parameter is not None:
-                part._parameters[name] = torch.nn.Parameter(OnCuda(parameter.detach()), parameter.requires_grad)
+            part._parameters[name] = made[id(parameter)]
         for name, buffer in part._buffers.items():
             part._buffers[name] = None if buffer is None else OnCuda(buffer)
     return module

@@ -133,7 +133,7 @@ class Boundaries:
         if self.tree is not None:
             chunks, numbers = self.tree.chunked(size)
             device = self.cu_seqlens.device
-            parents = torch.tensor(numbers, dtype=torch.int32).to(device, non_blocking=True)
+            parents = tensors.to_device(torch.tensor(numbers, dtype=torch.int32), device)
             return Boundaries(tensors.ends_of(chunks, device), size, self.positions, tuple(chunks), parents)
         starts = self.cu_seqlens[:-1].long()
         counts = (self.cu_seqlens.diff() + size - 1) // size

@@ -375,7 +375,7 @@ def _from_starts(starts: Flags, on: torch.device, positions: int | None) -> Boun
     ends = np.empty(len(firsts) + 1, dtype=np.int32)
     ends[:-1], ends[-1] = firsts, starts.size
     lengths = tuple((ends[1:] - ends[:-1]).tolist())
-    return Boundaries(torch.from_numpy(ends).to(on, non_blocking=True), max(lengths), positions, lengths)
+    return Boundaries(tensors.to_device(torch.from_numpy(ends), on), max(lengths), positions, lengths)
 
 
 def _require_no_wrap(dtype: torch.dtype, largest: int, counted: int) -> None:

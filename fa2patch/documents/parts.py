@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from .boundaries import Boundaries, Shape
-from .tensors import ends_of
+from .tensors import ends_of, to_device
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -50,7 +50,7 @@ class Order:
         # `tokens`, or `places`, on the device
         kind = device, places
         if kind not in self._on:
-            self._on[kind] = torch.from_numpy(self.places if places else self.tokens).to(device, non_blocking=True)
+            self._on[kind] = to_device(torch.from_numpy(self.places if places else self.tokens), device)
         return self._on[kind]
 
 

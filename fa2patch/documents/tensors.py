@@ -39,7 +39,13 @@ def largest(numbers: torch.Tensor) -> int:
 
 def ends_of(lengths: Iterable[int], device: torch.device) -> torch.Tensor:
     # int32 [documents + 1]: 0, then the end of each document
-    return torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32, non_blocking=True)
+    return to_device(torch.tensor([0, *lengths]).cumsum(0).to(torch.int32), device)
+
+
+def to_device(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:
+    # A CUDA device is not waited for. Apple's would read memory that may hold something else by then, without an error
+    # (pytorch#139550, #189690).
+    return numbers.to(device, non_blocking=device.type == "cuda")
 
 
 LONGEST = 254  # characters: torch raises an error for a longer message of an assertion on a CUDA device

@@ -78,13 +78,13 @@ class Tree:
         spans = [self.span(s) for path in self._paths for s in path]
         tokens = torch.cat([torch.arange(*span) for span in spans])
         counts = [offset + length for offset, length in zip(self.offsets, self.lengths)]
-        return tokens.to(self.device, non_blocking=True), tensors.ends_of(counts, self.device), max(counts)
+        return tensors.to_device(tokens, self.device), tensors.ends_of(counts, self.device), max(counts)
 
     @cached_property
     def positions(self) -> torch.Tensor:
         # For each token the number of tokens before it on its path, int64 [tokens].
         counted = [torch.arange(offset, offset + length) for offset, length in zip(self.offsets, self.lengths)]
-        return torch.cat(counted).to(self.device, non_blocking=True)
+        return tensors.to_device(torch.cat(counted), self.device)
 
     @cached_property
     def continues(self) -> torch.Tensor:
@@ -92,7 +92,7 @@ class Tree:
         made = torch.zeros(len(self.lengths), len(self.lengths), dtype=torch.bool)
         for segment, path in enumerate(self._paths):
             made[segment, list(path)] = True
-        return made.to(self.device, non_blocking=True)
+        return tensors.to_device(made, self.device)
 
     def chunked(self, size: int) -> tuple[list[int], list[int]]:
         """Cut every path into chunks of ``size`` tokens (Llama 4), and return the lengths and parents of the pieces."""
@@ -113,7 +113,7 @@ class Tree:
         spans = [self.span(segment) for segment in segments]
         if all(stop == start for (_, stop), (start, _) in zip(spans, spans[1:])):
             return slice(spans[0][0], spans[-1][1])
-        return torch.cat([torch.arange(*span) for span in spans]).to(self.device, non_blocking=True)
+        return tensors.to_device(torch.cat([torch.arange(*span) for span in spans]), self.device)
 
 
 @uncompiled

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from ..documents.boundaries import Boundaries, document_of
+from ..documents.tensors import to_device
 
 # The padded tokens that a batch may hold in any case: about the cost of a call. On a CPU, a call of a mixer takes as
 # long as 50 to 300 tokens. Chunked mixers fill every document up to 64 tokens inside anyway.
@@ -81,7 +82,8 @@ class Batches:
             filled = np.repeat([longest for _, longest in self.shapes], [count for count, _ in self.shapes])
             starts[order] = filled.cumsum() - filled
             places = np.arange(own.sum()) + np.repeat(starts - (own.cumsum() - own), own)
-            self.places = torch.from_numpy(places).to(device, non_blocking=True)
+            of_tokens = torch.from_numpy(places)
+            self.places = of_tokens if device is None else to_device(of_tokens, device)
 
     def split(self, states: torch.Tensor, filling: torch.Tensor | None = None) -> list[torch.Tensor]:
         # ``[tokens, ...]`` becomes ``[count, longest, ...]`` for each call. Padding gets the values of ``filling``
@@ -183,7 +185,7 @@ def _pairs(
     for batch, (_, longest), (_, most) in zip(made, keys.shapes, queries.shapes):
         padded = any(of_keys[at] < longest for at in batch)
         ends = torch.tensor([of_keys[at] - 1 for at in batch])[:, None].expand(-1, most)
-        last.append(ends.to(device, non_blocking=True) if padded else None)
+        last.append(to_device(ends, device) if padded else None)
     return queries, keys, last
 
 
@@ -217,5 +219,5 @@ def _last_keys(calls: Batches, boundaries: Boundaries, causal: bool) -> list[tor
             found.append(None)
         else:
             ends = torch.tensor([calls.lengths[at] - 1 for at in batch])[:, None]
-            found.append(torch.maximum(ends, torch.arange(longest)).to(device, non_blocking=True))
+            found.append(to_device(torch.maximum(ends, torch.arange(longest)), device))
     return found

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from .._torch import compiling, constant, uncompiled
 from ..documents.boundaries import Boundaries, Keys
-from ..documents.tensors import ends_of, require
+from ..documents.tensors import ends_of, require, to_device
 from ..errors import KernelUnavailable, PackingNotIsolated
 from .options import FEATURES, Options, described_call
 
@@ -280,7 +280,7 @@ def _with_spans(
         queries = _SpanBoundaries(ends_of(spans.counts, device), spans.longest, None, spans.counts, of_keys=of_keys)
         boundaries.made[_SpanBoundaries] = (
             queries,
-            *(torch.from_numpy(tokens).to(device, non_blocking=True) for tokens in spans[:2]),
+            *(to_device(torch.from_numpy(tokens), device) for tokens in spans[:2]),
         )
     queries, at, seen = boundaries.made[_SpanBoundaries]
     states = q.index_select(0, at), k.index_select(0, seen), v.index_select(0, seen)

@@ -155,11 +155,11 @@ def packed_row(shape: torch.Size, rows: Rows, prefixes: Prefixes, place: torch.d
         shared = [torch.from_numpy(real), prefixes.places(rows.lengths.tolist())]
     padding = np.setdiff1d(np.arange(shape[0] * shape[1]), real, assume_unique=True)
     numbers = [torch.from_numpy(at), tree.positions, torch.from_numpy(padding), *shared]
-    on_device = torch.cat(numbers).to(place, non_blocking=True)
+    on_device = tensors.to_device(torch.cat(numbers), place)
     of_row, position_ids, of_padding, *both = torch.split(on_device, [len(each) for each in numbers])
     cells, token = both or (of_row, None)
-    cu = torch.tensor([0, *tree.lengths]).cumsum(0, dtype=torch.int32).to(place, non_blocking=True)
+    cu = tensors.ends_of(tree.lengths, place)
     call: Call = {"position_ids": position_ids[None], **stated(cu, max(tree.lengths))}
     if any(parent >= 0 for parent in tree.parents):
-        call[PARENTS] = torch.tensor(tree.parents, dtype=torch.int32).to(place, non_blocking=True)
+        call[PARENTS] = tensors.to_device(torch.tensor(tree.parents, dtype=torch.int32), place)
     return call, Layout(shape, of_row, cells, of_padding, token)

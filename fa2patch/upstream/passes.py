@@ -23,6 +23,7 @@ from .._types import Call
 from ..documents.boundaries import Boundaries
 from ..documents.names import LENGTHS, MEDIA, PARENTS, stated
 from ..documents.row_shape import PLAIN, RowShape
+from ..documents.tensors import to_device
 from ..errors import OverBudget
 from ..packing.budget import PASSES, check_budget, check_policy
 from ..packing.passes import Counts, cut_into_passes
@@ -198,9 +199,9 @@ def _pass(units: Sequence[_Unit], whole: Boundaries, shapes: RowShape) -> Pass:
     device, with_padding = whole.cu_seqlens.device, shapes.documents(lengths)
     tokens = np.append(tokens, np.full(sum(with_padding) - len(tokens), tokens[0]))
     ends, longest = shapes.ends(with_padding), shapes.longest(with_padding)
-    tree = torch.tensor(parents, dtype=torch.int32).to(device, non_blocking=True) if max(parents) >= 0 else None
+    tree = to_device(torch.tensor(parents, dtype=torch.int32), device) if max(parents) >= 0 else None
     own = (
-        torch.from_numpy(ends).to(device, non_blocking=True),
+        to_device(torch.from_numpy(ends), device),
         longest,
         whole.positions,
         tuple(np.diff(ends).tolist()),
@@ -214,7 +215,7 @@ def _in_passes(step: Step, mask: PackedMask, passes: Sequence[Pass]) -> Any:
     again, compiler, outputs = len(passes) > 1 and torch.is_grad_enabled(), _graphs.compiler, []
     calls: list[list[Any]] = []
     for each in passes:
-        tokens = torch.from_numpy(each.tokens).to(mask.device, non_blocking=True)
+        tokens = to_device(torch.from_numpy(each.tokens), mask.device)
 
         def run(*unused: Any, part: Pass = each, tokens: torch.Tensor = tokens) -> Any:
             own = _part_of(step, mask, part, tokens)
@@ -380,5 +381,5 @@ def _joined_tokens(
     held = np.concatenate([each.tokens for each in passes])
     back = np.zeros(shape[0] * shape[1], np.int64)
     back[held[::-1]] = np.arange(len(held))[::-1]  # of several places, NumPy writes the last one given
-    whole = torch.cat([*outputs]).index_select(0, torch.from_numpy(back).to(outputs[0].device, non_blocking=True))
+    whole = torch.cat([*outputs]).index_select(0, to_device(torch.from_numpy(back), outputs[0].device))
     return whole.view(*shape, *whole.shape[1:]) if rows else whole

@@ -1,5 +1,7 @@
 """What boundaries give: lengths, positions, chunks, spans of tokens that see later ones, and parts of rows."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given
@@ -193,3 +195,22 @@ def test_the_last_token_of_a_document_that_goes_on_is_not_an_end(number):
     # Labels are shifted: document [0, 3) ends in the second part, whose first token is its last.
     ends = torch.tensor([3, 4]) - 1
     assert Part(number, 2).here(ends, (1, 2)).tolist() == [[2, 2], [0, 1]][number]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:1", "mps", "xpu"])
+def test_only_a_cuda_device_is_sent_to_without_waiting(device):
+    # Apple's then holds what its memory holds later, silently.
+    given = []
+
+    class Numbers:
+        def to(self, device, non_blocking):
+            given.append((str(device), non_blocking))
+
+    tensors.to_device(Numbers(), torch.device(device))
+    assert given == [(device, device == "cuda:1")]
+
+
+def test_numbers_go_to_a_device_in_one_way():
+    package = Path(tensors.__file__).parents[1]
+    files = [file.relative_to(package) for file in package.rglob("*.py") if "non_blocking" in file.read_text("utf-8")]
+    assert files == [Path("documents", "tensors.py")]

@@ -14,7 +14,7 @@ import torch
 
 from ...documents.boundaries import Boundaries, Shape
 from ...documents.needed_keys import Exchange, exchange_of
-from ...documents.tensors import ends_of
+from ...documents.tensors import ends_of, to_device
 from ...errors import PackingNotIsolated
 from ...kernels import Options
 from . import collectives
@@ -161,5 +161,5 @@ class KeyExchange:
 def _on_the_device(found: Exchange, device: torch.device) -> Plan:
     of_keys = Boundaries(ends_of(found.key_lengths, device), max(found.key_lengths), None, found.key_lengths)
     queries = Boundaries(ends_of(found.lengths, device), max(found.lengths), None, found.lengths, sources=of_keys)
-    sends, keys = (torch.from_numpy(tokens).to(device, non_blocking=True) for tokens in (found.sends, found.keys))
+    sends, keys = (to_device(torch.from_numpy(tokens), device) for tokens in (found.sends, found.keys))
     return Plan(found.sizes, sends, keys, queries, found.any_sent)

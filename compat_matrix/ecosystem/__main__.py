@@ -32,7 +32,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"default: all of {', '.join(known)}")
     parser.add_argument("--environments", type=Path, default=ROOT / ".compat", help="where environments are kept")
     parser.add_argument("--evidence", type=Path, default=EVIDENCE, help="the folder of the evidence")
-    parser.add_argument("-k", dest="only", metavar="WORDS", help="only these tests of stacks, as pytest's -k chooses")
+    parser.add_argument(
+        "-k", default="", metavar="EXPRESSION", help="only the tests of stacks that it matches, as for pytest"
+    )
     given = parser.parse_args(arguments)
     unknown = [name for name in given.names if name not in known]
     if unknown:
@@ -60,13 +62,13 @@ def main(arguments: list[str] | None = None) -> int:
 
 def of_stack(stack: Stack, given: argparse.Namespace, packages: Path, at: Callable[[int], None]) -> Outcomes:
     chosen = [str(ROOT / word) if word.startswith("tests/") else word for word in stack.tests]
-    every = ["-m", "slow or not slow", *chosen, *(("-k", given.only) if given.only else ())]
+    every = ["-m", "slow or not slow", *chosen, *(["-k", given.k] if given.k else [])]
     report = suite.in_environment(stack.name, every, given.environments, packages, at)
     checks = {check_of(case.name): finding(case) for case in report.cases if "finding" in case.properties}
     found = {"stack": stack.name, "versions": report.properties, "variables": stack.variables}
     found |= {"made": dict.fromkeys(checks, _made()), "checks": checks}
     file = given.evidence / f"{stack.name}.json"
-    if given.only and file.exists():  # what was not run stays
+    if given.k and file.exists():  # what was not run stays
         found |= {name: {**figures.read(file)[name], **found[name]} for name in ("made", "checks")}
     figures.write(file, found)
     return _by_outcome(report.cases)

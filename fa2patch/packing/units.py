@@ -13,6 +13,7 @@ from ..documents.find import find_boundaries
 from ..documents.given_boundaries import from_cu_seqlens
 from ..documents.names import IGNORED_LABEL, LABELS, LENGTHS, LOSS_LABELS, PARENTS, REAL, TOKENS, MediaRow, stated
 from ..documents.row_shape import PLAIN, RowShape
+from ..documents.tensors import to_device
 from ..errors import PackingError
 from .budget import as_lengths, token_count
 from .strategies import Ints
@@ -143,9 +144,9 @@ def _of_row(batch: Mapping[str, Any], ids: torch.Tensor, lengths: list[int], sha
         for name, place in places.items():
             value = batch[name]
             if place == _OF_DOCUMENTS:
-                value = value.index_select(0, torch.from_numpy(documents).to(value.device))
+                value = value.index_select(0, to_device(torch.from_numpy(documents), value.device))
             elif place is not None:
-                value = shapes.padded(name, value.index_select(place, tokens.to(value.device)), place)
+                value = shapes.padded(name, value.index_select(place, to_device(tokens, value.device)), place)
             row[name] = value
         row.update(_lengths(batch, sizes[documents].tolist(), shapes, ids.device))
         return _with_media(batch, row, documents) if isinstance(batch, MediaRow) else row
@@ -183,10 +184,10 @@ def _with_media(batch: MediaRow, row: dict[str, Any], documents: Ints) -> MediaR
 
 def _lengths(batch: Mapping[str, Any], lengths: list[int], shapes: RowShape, device: torch.device) -> dict[str, Any]:
     with_padding = shapes.documents(lengths)
-    ends, longest = torch.from_numpy(shapes.ends(with_padding)).to(device), shapes.longest(with_padding)
+    ends, longest = to_device(torch.from_numpy(shapes.ends(with_padding)), device), shapes.longest(with_padding)
     numbers = torch.arange(len(with_padding), dtype=torch.int32).repeat_interleave(torch.tensor(with_padding))
     found: dict[str, Any] = {
-        "seq_idx": numbers[None].to(device),
+        "seq_idx": to_device(numbers[None], device),
         **stated(ends, longest),
         "cu_seq_lens_k": ends.clone(),
     }

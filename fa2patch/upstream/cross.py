@@ -19,7 +19,7 @@ import torch
 from .._types import Call, Function
 from ..documents.boundaries import Boundaries
 from ..documents.find import find_boundaries
-from ..documents.tensors import described, to_device
+from ..documents.tensors import described, ends_of, to_device
 from ..errors import BadBatch
 from . import inspecting
 from .calls import passed
@@ -69,8 +69,7 @@ def of_documents(step: Step, mask: PackedMask, documents: Sequence[int]) -> Call
     require_pairs(sources, mask.boundaries)
     ends, lengths = np.cumsum(sources.lengths), [sources.lengths[document] for document in documents]
     tokens = np.concatenate([np.arange(ends[at] - sources.lengths[at], ends[at]) for at in documents])
-    own_ends = to_device(torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32), states.device)
-    own = Boundaries(own_ends, max(lengths), _lengths=tuple(lengths))
+    own = Boundaries(ends_of(lengths, states.device), max(lengths), _lengths=tuple(lengths))
     chosen = to_device(torch.from_numpy(tokens), states.device)
     of_pass = PackedMask(own, step.patch.picks, (1, len(tokens)), own.max_seqlen)
     return {ENCODED: states.flatten(0, 1).index_select(0, chosen)[None], ENCODED_MASK: of_pass}

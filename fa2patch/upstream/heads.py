@@ -19,6 +19,7 @@ from .._torch import uncompiled
 from .._types import Call, Function, Model
 from ..documents.boundaries import Boundaries
 from ..documents.names import FEWER_LOGITS, LABELS, LENGTHS, LOSS_LABELS, TOKENS
+from ..documents.tensors import to_device
 from ..errors import BadBatch, Fa2PatchError, PackingNotIsolated, UnsupportedModel
 from . import attached, inspecting, labels
 from .calls import passed
@@ -253,7 +254,7 @@ def _pool_documents(step: Step, mask: PackedMask) -> None:
         tree, lengths = mask.boundaries.tree, mask.boundaries.lengths
         # the segment in which each document ends, without empty documents, and its first token
         ends = [number for number, length in enumerate(lengths) if length] if tree is None else tree.leaves
-        first = torch.tensor([0, *lengths])[:-1].cumsum(0)[ends].to(given.device)
+        first = to_device(torch.tensor([0, *lengths])[:-1].cumsum(0)[ends], given.device)
         tokens = tokens[given.flatten()[first].to(tokens.device) != 0]
     if pad is None and len(tokens) > 1:
         raise BadBatch(
@@ -288,7 +289,7 @@ def _pooled_tokens(model: Model, mask: PackedMask, whole: torch.Tensor, pad: int
     # look for padding in, the document's last token is taken.
     documents, device = Documents(mask.boundaries, mask.shape), whole.device
     counted = torch.tensor(documents.lengths)
-    lengths, ends = counted.to(device), counted.cumsum(0).to(device)
+    lengths, ends = to_device(counted, device), to_device(counted.cumsum(0), device)
     last = lengths - 1
     forward = _pooling_forward(model)
     if pad is not None and forward is not None:

@@ -200,14 +200,9 @@ def _pass(units: Sequence[_Unit], whole: Boundaries, shapes: RowShape) -> Pass:
     tokens = np.append(tokens, np.full(sum(with_padding) - len(tokens), tokens[0]))
     ends, longest = shapes.ends(with_padding), shapes.longest(with_padding)
     tree = to_device(torch.tensor(parents, dtype=torch.int32), device) if max(parents) >= 0 else None
-    own = (
-        to_device(torch.from_numpy(ends), device),
-        longest,
-        whole.positions,
-        tuple(np.diff(ends).tolist()),
-        tree,
-    )
-    return Pass(tokens, Boundaries(*own), [] if tree is not None else [unit.document for unit in units])
+    cu, own_lengths = to_device(torch.from_numpy(ends), device), tuple(np.diff(ends).tolist())
+    own = Boundaries(cu, longest, whole.positions, own_lengths, tree)
+    return Pass(tokens, own, [] if tree is not None else [unit.document for unit in units])
 
 
 def _in_passes(step: Step, mask: PackedMask, passes: Sequence[Pass]) -> Any:

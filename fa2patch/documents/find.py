@@ -375,7 +375,9 @@ def _from_starts(starts: Flags, on: torch.device, positions: int | None) -> Boun
     ends = np.empty(len(firsts) + 1, dtype=np.int32)
     ends[:-1], ends[-1] = firsts, starts.size
     lengths = tuple((ends[1:] - ends[:-1]).tolist())
-    return Boundaries(tensors.to_device(torch.from_numpy(ends), on), max(lengths), positions, lengths)
+    # not by to_device: each forward of a batch with ids would have a call more
+    cu = torch.from_numpy(ends).to(on, non_blocking=on.type in tensors.NOT_WAITED_FOR)
+    return Boundaries(cu, max(lengths), positions, lengths)
 
 
 def _require_no_wrap(dtype: torch.dtype, largest: int, counted: int) -> None:

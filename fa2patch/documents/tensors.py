@@ -42,10 +42,13 @@ def ends_of(lengths: Iterable[int], device: torch.device) -> torch.Tensor:
     return to_device(torch.tensor([0, *lengths]).cumsum(0).to(torch.int32), device)
 
 
+# Devices that numbers are sent to without waiting. Apple's would read memory that may hold something else by then,
+# without an error (pytorch#139550, #189690).
+NOT_WAITED_FOR = ("cuda",)
+
+
 def to_device(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:
-    # A CUDA device is not waited for. Apple's would read memory that may hold something else by then, without an error
-    # (pytorch#139550, #189690).
-    return numbers.to(device, non_blocking=device.type == "cuda")
+    return numbers.to(device, non_blocking=device.type in NOT_WAITED_FOR)
 
 
 LONGEST = 254  # characters: torch raises an error for a longer message of an assertion on a CUDA device

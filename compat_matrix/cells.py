@@ -161,7 +161,6 @@ class Score:
 @dataclass(frozen=True)
 class Results:
     environments: tuple[Environment, ...]  # the oldest Transformers first
-    gpu: tuple[Environment, ...] = ()  # those of other devices than a CPU
     missing: tuple[str, ...] = ()  # wanted environments without evidence
 
     @property

@@ -34,15 +34,11 @@ class Malformed(ValueError):
 
 
 def read(folder: Path, wanted: Iterable[str] = ()) -> Results:
-    here, there = (
-        sorted(map(read_file, folder.glob(files)), key=lambda environment: environment.order)
-        for files in ("*.json", "gpu/*.json")
-    )
+    here = sorted(map(read_file, folder.glob("*.json")), key=lambda environment: environment.order)
     if not here:
         raise Malformed(f"{folder}: expected evidence, found no JSON. Run python -m compat_matrix")
-    gpu = [environment for environment in (*here, *there) if environment.device != "cpu"]
     names = {environment.name for environment in here}
-    return Results(tuple(here), tuple(gpu), tuple(name for name in wanted if name not in names))
+    return Results(tuple(here), tuple(name for name in wanted if name not in names))
 
 
 def read_file(file: Path, partial: bool = False) -> Environment:

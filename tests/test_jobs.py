@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 SMALLEST = "4.34.1"
 # Jobs that cannot be run here, with the reason.
 NOT_HERE = {
-    "gpu: gpu": "needs a GPU; tests of gpu_kernels and first_gpu run its commands on a CPU",
+    "gpu: gpu": "needs a GPU; tests/compat_matrix/test_gpu.py runs its command on a CPU",
     "pages: deploy": "publishes to GitHub Pages",
     "release: publish": "publishes to PyPI",
 }

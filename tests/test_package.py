@@ -118,7 +118,7 @@ def test_the_matrix_works_from_an_installed_wheel(installed, tmp_path):
     ["", ".bench"]
     + [
         pytest.param(name, marks=pytest.mark.slow)
-        for name in (".suite", ".ecosystem", ".bench.figures", ".bench.against", ".bench.first_gpu")
+        for name in (".suite", ".ecosystem", ".bench.figures", ".bench.against", ".gpu")
     ],
 )
 def test_a_command_of_a_clone_names_the_extra_that_it_lacks(name):

@@ -11,7 +11,7 @@ import argparse
 import json
 import platform
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -19,13 +19,9 @@ from typing import Any
 from .. import commits, diffable, screen
 from ..cells import grouped
 from ..diffable import of_results
-from . import gpu_page
 
 HERE = Path(__file__).parent
 COMMAND = "python -m compat_matrix.bench.figures"
-# The names of a GPU's results begin with it. python -m compat_matrix.bench.first_gpu makes them.
-GPU = "first_gpu"
-
 # What is measured on a CPU, in the order of BENCH.md. Each has a result file and a function bench_...
 PARTS = [
     "calls", "startup", "overhead", "growth", "syncs", "dry", "kernels", "steps", "memory", "training", "sharing",
@@ -70,7 +66,7 @@ def committed(part: str) -> Result:
     return read(HERE / "results" / f"{part}.json")
 
 
-def show(title: str, rows: list[Mapping[str, Any]], notes: str = "") -> None:
+def show(title: str, rows: Sequence[Mapping[str, Any]], notes: str = "") -> None:
     text = screen.Markdown(f"## {title}\n\n{of_results(rows)}\n\n{notes}")
     screen.Console(width=None if sys.stdout.isatty() else 150).print(text)
 
@@ -82,8 +78,6 @@ def page(results: Mapping[str, Result]) -> str:
         on = found.get("on", f"{on}, torch {found['torch']}, Transformers {found['transformers']}")
         parts += [f"## {part}", f"{found['what']}\n\n    {found['command']}"]
         parts += [f"{found['date']}, {commits.named(found)}, {on}.", of_results(found["rows"]), found["notes"]]
-    for name, found in results.items():
-        parts += [f"## {name}", gpu_page.page(found)] if name.startswith(GPU) else []
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -93,8 +87,6 @@ def quotes(results: Mapping[str, Result]) -> list[tuple[str, str]]:
     packed, padded = (
         [f"{times[of][f'{way} / shared']:.1f}" for of in ("512, 8", "2,048, 16")] for way in ("packed", "padded")
     )
-    on_gpu = results["first_gpu_16_documents"]["results"]["training"]["training"]["rows"]
-    flan, orca = (row["to padded"] for row in on_gpu if ", fa2patch:" in row[""])
     plans = results["packing"]["rows"]
     more = max(float(row["rows / fewest"]) for row in plans) - 1
     budgets = results["budget"]["rows"]
@@ -107,15 +99,6 @@ def quotes(results: Mapping[str, Result]) -> list[tuple[str, str]]:
         of_budgets.append(f"| {trainer} | {first['peak, MB']} MB | {cells} |")
     return [
         ("README.md", f"On a CPU, training reaches {share} of the throughput"),
-        (
-            "README.md",
-            f"{flan:.2f} times the throughput with lengths like FLAN's and {orca:.2f} times with lengths like",
-        ),
-        (
-            "docs/kernels.md",
-            f"{flan:.2f} times the throughput of padded batches with flash-attn for lengths like FLAN's",
-        ),
-        ("docs/kernels.md", f"and {orca:.2f} times for lengths like OrcaMath's"),
         (
             "docs/shared.md",
             f"a prompt of 512 tokens and 8 completions takes {packed[0]} times as long packed without sharing, and "

@@ -104,6 +104,12 @@ def boundaries_of(lengths: Sequence[int]) -> Boundaries:
 SHAPES: dict[str, dict[str, Any]] = {
     "Llama-2-7B": {"num_key_value_heads": 32, "intermediate_size": 11008},
     "Mistral-7B": {"model_type": "mistral", "sliding_window": 4096},
+    "TinyLlama-1.1B": {
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "num_hidden_layers": 22,
+        "num_key_value_heads": 4,
+    },
     "Granite-8B-code": {"num_hidden_layers": 36, "vocab_size": 49152, "tie_word_embeddings": True},
 }
 
@@ -115,14 +121,24 @@ COMMON = {
 TOY = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "vocab_size": 97, "num_hidden_layers": 2}
 
 
-def config(shape: str, layers: int | None = None, toy: bool = False) -> Any:
+def config(shape: str, toy: bool = False) -> Any:
     from transformers import AutoConfig
 
     numbers = {**COMMON, **SHAPES[shape]}
     if toy:
         groups = numbers["num_attention_heads"] // numbers["num_key_value_heads"]
         numbers.update(TOY, num_key_value_heads=max(1, TOY["num_attention_heads"] // groups))
-    return AutoConfig.for_model(**{**numbers, **({"num_hidden_layers": layers} if layers else {})})
+    return AutoConfig.for_model(**numbers)
+
+
+def causal_lm(shape: str, device: str, implementation: str = "sdpa") -> Any:
+    # a toy on a CPU
+    from transformers import AutoModelForCausalLM
+
+    made: Any = AutoModelForCausalLM
+    with torch.device(device):
+        model = made.from_config(config(shape, toy=device == "cpu"), attn_implementation=implementation)
+    return model.to(torch.bfloat16).train()
 
 
 def small_llama(layers: int, hidden: int, implementation: str = "sdpa") -> Any:

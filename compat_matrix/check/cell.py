@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Callable
 
 import torch
@@ -53,12 +53,19 @@ class Cell:
     family: str
     implementation: str
     in_double: bool = False  # float64 in place of float32
+    # The kernels of a GPU compute half precision, and heads of other sizes than the tiny ones.
+    in_bfloat16: bool = False
+    sizes: Mapping[str, Any] = field(default_factory=dict)
+    times: int = 1  # how many times as long documents are at the points that a GPU is checked at
 
     def model(self, dtype: torch.dtype | None = None, **changes: Any) -> Any:
-        return tiny_models.build(self.family, self.implementation, dtype or self.dtype, **changes)
+        made = {**self.sizes, **changes}
+        return tiny_models.build(self.family, self.implementation, dtype or self.dtype, **made)
 
     @property
     def dtype(self) -> torch.dtype:
+        if self.in_bfloat16:
+            return torch.bfloat16
         double = self.in_double or self.family in tiny_models.IN_DOUBLE_PRECISION
         return torch.float64 if double else torch.float32
 
@@ -75,7 +82,10 @@ class Cell:
         implementation = "sdpa" if models.kind(self.family) == "falcon" else "eager"
         if self.family == "phi4_multimodal:picture":
             implementation = self.implementation
-        return tiny_models.build(self.family, implementation, dtype or self.dtype, **changes)
+        return tiny_models.build(self.family, implementation, dtype or self.dtype, **{**self.sizes, **changes})
+
+    def lengths(self, *of: int) -> tuple[int, ...]:
+        return tuple(self.times * length for length in of)
 
 
 def assert_unmoved(cell: Cell, after: torch.Tensor, before: torch.Tensor) -> None:

@@ -1,8 +1,7 @@
 """Records which functions and files of fa2patch and of the checks this process executes.
 
 CPython before 3.12 counts in each code object how often it began to run, until it is optimised. To look whether that
-counter moved costs nothing. Where there is none, a tracer records calls. It makes every instruction of 3.11 slower,
-those of torch and Transformers, too: a cell took 1.6 times as long with it.
+counter moved costs nothing. CPython from 3.12 on tells when a code object begins to run, and no more once it was told.
 """
 
 from __future__ import annotations
@@ -10,21 +9,21 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-import threading
 from collections.abc import Iterator
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import CodeType, FrameType
+from types import CodeType
 from typing import Any
 
 import wrapt
 
 HOME = Path(__file__).parents[2]
 _ROOTS = tuple(f"{HOME / package}{os.sep}" for package in ("fa2patch", "compat_matrix"))
+_TOOL = 4  # one of the numbers of tools that debuggers, coverage and profilers do not take
 _DYNAMO = "torch._dynamo.symbolic_convert"
 # the module level of each file that was imported; its constants hold the code of its functions
 _loaded: list[CodeType] = []
-# the code that a tracer or dynamo saw, by id, because hashing a code object hashes all that it holds
+# the code that began to run, from 3.12 on, or that dynamo saw, by id: hashing a code object hashes all that it holds
 _seen: dict[int, CodeType] = {}
 
 
@@ -41,8 +40,10 @@ def record() -> None:
     SourceFileLoader.get_code = kept  # type: ignore[method-assign]
     wrapt.register_post_import_hook(_watch_dynamo, _DYNAMO)
     if COUNTER is None:
-        threading.settrace(_called)
-        sys.settrace(_called)
+        monitoring: Any = sys.monitoring  # type: ignore[attr-defined]
+        monitoring.use_tool_id(_TOOL, __name__)
+        monitoring.register_callback(_TOOL, monitoring.events.PY_START, _begun)
+        monitoring.set_events(_TOOL, monitoring.events.PY_START)
 
 
 def executed() -> dict[str, Any]:
@@ -115,6 +116,7 @@ def _watch_dynamo(symbolic_convert: Any) -> None:
     translator.__init__ = begun
 
 
-def _called(frame: FrameType, event: str, argument: Any) -> None:
-    if _is_ours(frame.f_code):
-        _seen[id(frame.f_code)] = frame.f_code
+def _begun(code: CodeType, place: int) -> Any:
+    if _is_ours(code):
+        _seen[id(code)] = code
+    return sys.monitoring.DISABLE  # type: ignore[attr-defined]  # of this code object

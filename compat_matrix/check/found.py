@@ -112,8 +112,8 @@ def cell(architecture: str, implementations: tuple[str, ...], points: list[str],
                 result["refused"] = f"{type(error).__name__}: {error.message}"
                 del result["seam"]
                 continue
-        side = _side(architecture)
-        failure = side.failure_alone(cell) if side else ""
+        other = side(architecture)
+        failure = other.failure_alone(cell) if other else ""
         if failure:
             result["fa2patch"][implementation] = {ALONE: {DOCUMENT: failure}}
             continue
@@ -129,7 +129,7 @@ def cell(architecture: str, implementations: tuple[str, ...], points: list[str],
     return result
 
 
-def _side(architecture: str) -> Any:
+def side(architecture: str) -> Any:
     """The module with the points of an architecture that reads more than a row of text, else None."""
     from .. import tiny_models
     from .points import media, pairs
@@ -202,8 +202,8 @@ def _results(cell: Any, points: list[str], skipped: dict[str, str]) -> dict[str,
     from .cell import AloneFails, NotApplicable
     from .points import POINTS
 
-    side = _side(cell.family)
-    run = side.POINTS if side else POINTS
+    other = side(cell.family)
+    run = other.POINTS if other else POINTS
     counts: dict[str, Any] = {"ok": 0, "n/a": {}, "fail": {}}
     for name in points:
         if name not in run:

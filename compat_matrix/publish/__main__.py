@@ -11,6 +11,7 @@ from pathlib import Path
 
 from .. import environments, split_rows
 from ..cells import Results
+from ..gpu import page, store
 from ..results import Malformed, read
 from . import blocks, matrix, need, package, stacks
 
@@ -46,14 +47,18 @@ def made(root: Path) -> dict[Path, str]:
     results = read(folder / "evidence", wanted)
     require_commits(results)
     costs = {"reads": blocks.reads(), "overhead": blocks.overhead()}
+    on_gpu = store.committed(folder / "gpu" / "results")
+    of_architectures = store.of_architectures(on_gpu)
+    costs["gpu"] = page.throughput(on_gpu)
     in_readme = {"matrix": blocks.summary(results), "need": need.table(results), "integrations": stacks.integrations()}
     in_long_rows = {"engines": blocks.engines(), "costs": blocks.costs(), "parts": split_rows.rendered()}
     return {
         root / "README.md": between(root / "README.md", **in_readme, **costs),
         root / "docs" / "kernels.md": between(root / "docs" / "kernels.md", kernels=blocks.kernel_table(), **costs),
         root / "docs" / "long_rows.md": between(root / "docs" / "long_rows.md", **in_long_rows),
-        folder / "MATRIX.md": matrix.tables(results),
-        folder / "matrix.html": matrix.page(results),
+        folder / "MATRIX.md": matrix.tables(results, of_architectures),
+        folder / "matrix.html": matrix.page(results, of_architectures),
+        folder / "gpu" / "GPU.md": f"<!-- Made by {COMMAND} from results/*.json. -->\n\n{page.page(on_gpu)}\n",
         **stacks.pages(folder / "ecosystem"),
         root / "fa2patch" / "upstream.json": package.upstream(results),
         root / "fa2patch" / "evidence.json": package.summary(results),

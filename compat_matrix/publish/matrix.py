@@ -32,17 +32,22 @@ _SCRIPTS = ("data.js", "stack.js", "address.js", "detail.js", "grid.js", "main.j
 _POINTS = Path(__file__).parents[1] / "check" / "points"
 
 
-def tables(results: Results) -> str:
+# By architecture, what gpu.store.of_architectures says
+OnGpu = Mapping[str, tuple[str, str]]
+
+
+def tables(results: Results, gpu: OnGpu) -> str:
     cells = [cell for each in results.counted for cell in each.cells.values() if cell.state == "ok"]
     return words.rendered(
         "MATRIX.md.jinja",
         results=results,
+        gpu=gpu,
         words=words,
         signs={"here": HERE, "alone": ALONE, "older": OLDER},
         rows="; ".join(words.ROWS.get(row, row) for row in results.upstream_rows),
         totals=_totals(results),
         parts=[part for band in words.bands(results.environments) for part in split(band, COLUMNS)],
-        grid=lambda part: _grid(results, part),
+        grid=lambda part: _grid(results, part, gpu),
         refused=_refused(results),
         known=_reasons(results, "xfail"),
         failing=_reasons(results, "fail"),
@@ -73,14 +78,17 @@ def _totals(results: Results) -> Iterator[list[str]]:
     yield [f"**{text}**" for text in line("all", *results.counted)]
 
 
-def _grid(results: Results, part: Sequence[Environment]) -> tuple[list[str], list[list[str]]]:
-    rows = []
+def _grid(results: Results, part: Sequence[Environment], gpu: OnGpu) -> tuple[list[str], list[list[str]]]:
+    # The newest versions have a column with the newest result on a GPU, whatever release that is of.
+    rows, last = [], results.environments[-1] in part
     for name in results.architectures:
         having = [environment for environment in part if name in environment.cells]
         if having:
             newest = max(having, key=lambda each: (each.order[0], each.name == each.transformers)).name
-            rows.append([_linked(name, newest), *(_sign(each.cell(name), results) for each in part)])
-    return ["", *(f"[{each.name}](evidence/{each.name}.json)" for each in part)], rows
+            signs = [_sign(each.cell(name), results) for each in part]
+            rows.append([_linked(name, newest), *signs, *([gpu.get(name, ("", ""))[1]] if last else [])])
+    named = [f"[{each.name}](evidence/{each.name}.json)" for each in part]
+    return ["", *named, *(["[on a GPU](gpu/GPU.md)"] if last else [])], rows
 
 
 def _linked(name: str, environment: str) -> str:
@@ -153,13 +161,14 @@ def _points(results: Results, of: Callable[[Checked], Mapping[str, str]]) -> lis
     return lines
 
 
-def page(results: Results) -> str:
+def page(results: Results, gpu: OnGpu) -> str:
     # The page loads nothing from the network.
     total = results.score(*results.counted)
     alone = [cell.upstream.state for each in results.counted for cell in each.cells.values() if cell.upstream]
     return words.rendered(
         "page.html.jinja",
         results=results,
+        gpu=gpu,
         words=words,
         total=total,
         here={state: total.states[state] for state in STATES},
@@ -169,7 +178,7 @@ def page(results: Results) -> str:
         devices=sorted({environment.device for environment in results.environments}),
         style=Markup((_WEB / "page.css").read_text(encoding="utf-8")),
         script=Markup("\n".join((_WEB / name).read_text(encoding="utf-8") for name in _SCRIPTS)),
-        data=data(results),
+        data={**data(results), "gpu": gpu},
     )
 
 

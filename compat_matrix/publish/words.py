@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -111,12 +111,9 @@ def age(results: Results) -> str:
     )
 
 
-def gpu(results: Results) -> str:
-    said = []
-    for environment in results.gpu:
-        states = [cell.state for cell in environment.cells.values()]
-        said.append(f"{environment.name} on {environment.device}, {states.count('ok')} of {len(states)} ok")
-    return f"GPU evidence: {'; '.join(said)}." if said else "No GPU evidence exists yet."
+def gpu(found: Mapping[str, tuple[str, str]]) -> str:
+    right = sum(state == "ok" for state, _ in found.values())
+    return f"On a GPU, {right} of {len(found)} architectures were right." if found else "None ran on a GPU yet."
 
 
 def made(cell: Cell, results: Results) -> str:

@@ -33,6 +33,9 @@ ROUNDING = {torch.float16: 2**-8, torch.bfloat16: 2**-5, torch.float32: 2**-8}
 # small now and then, and its rounding is not.
 NEAR = 4
 
+# It begins what is said of a kernel that raises an error, where another one is said to be off by so much.
+FAILS = "tried on this machine it fails"
+
 
 def passes_trial(kernel: Kernel, asked: Asked, device: torch.device) -> tuple[bool, str]:
     if type(kernel) is Reference:
@@ -68,7 +71,7 @@ def _verdict(kernel: Kernel, asked: Asked, device: torch.device) -> tuple[bool, 
     except Exception as error:  # kernels raise errors of many types
         if is_no_verdict(error):
             raise  # the cache keeps no exceptions, so the next call tries again
-        return False, f"tried on this machine it fails: {type(error).__name__}: {error}".splitlines()[0]
+        return False, f"{FAILS}: {type(error).__name__}: {error}".splitlines()[0]
 
 
 def _compared(kernel: Kernel, asked: Asked, device: torch.device) -> tuple[bool, str]:

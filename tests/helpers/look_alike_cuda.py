@@ -69,7 +69,8 @@ class OnCuda(torch.Tensor):
             return cls(func(on_cpu[0].double(), *on_cpu[1:], **more).to(on_cpu[0].dtype))
         if name in NOT_LAZY:  # within a dispatch, a CPU's kernels do not look at a tensor's bits
             return cls(NOT_LAZY[name](*on_cpu))
-        found = func(*on_cpu, **more)
+        with torch._C.DisableTorchFunction():  # a default device is not one for the numbers
+            found = func(*on_cpu, **more)
         if name == "copy_":
             return args[0]
         if to is not None and torch.device(to).type != "cuda":
@@ -108,15 +109,16 @@ def _wait(name: str) -> None:
 
 
 def _empty(size: list[int], *, dtype: Any = None, memory_format: Any = None, **_: Any) -> OnCuda:
-    return OnCuda(torch.empty(size, dtype=dtype, memory_format=memory_format or torch.contiguous_format))
+    made = torch.empty(size, dtype=dtype, memory_format=memory_format or torch.contiguous_format, device="cpu")
+    return OnCuda(made)
 
 
 def _empty_strided(size: list[int], stride: list[int], *, dtype: Any = None, **_: Any) -> OnCuda:
-    return OnCuda(torch.empty_strided(size, stride, dtype=dtype))
+    return OnCuda(torch.empty_strided(size, stride, dtype=dtype, device="cpu"))
 
 
 def _arange(*ends: Any, dtype: Any = None, **_: Any) -> OnCuda:
-    return OnCuda(torch.arange(*ends, dtype=dtype))
+    return OnCuda(torch.arange(*ends, dtype=dtype, device="cpu"))
 
 
 class _Generator(torch.Generator):
@@ -149,6 +151,8 @@ def cuda() -> Iterator[Counter[str]]:
         stack.callback(guards.__setitem__, _CUDA, guard)
         stack.callback(internal._set_only_lift_cpu_tensors, lifts)  # type: ignore[attr-defined]
         stack.callback(factories._destroy)
+        stack.callback(torch.__future__.set_overwrite_module_params_on_conversion, False)
+        torch.__future__.set_overwrite_module_params_on_conversion(True)  # `.data` of a parameter cannot be replaced
         guards[_CUDA] = guards[_META]
         internal._set_only_lift_cpu_tensors(True)  # type: ignore[attr-defined]
         for name, function in MADE.items():

@@ -1,26 +1,21 @@
-"""A stand-in for a machine with a GPU, on which ``first_gpu`` is rehearsed: it replays what an H200 found and took.
+"""A stand-in for a machine with a GPU, on which the program is rehearsed: its clock moves only when a task is done.
 
-Its clock moves only when a process computes. Processes write their files bit by bit, as those on a GPU do, and the
-machine may be gone in the middle of one.
+Tasks take the seconds that an H200 took, and find what it found. The machine may be gone in the middle of some.
 """
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
-import torch
-
-from compat_matrix.bench import figures, first_gpu, gpu
+from compat_matrix import keys
+from compat_matrix.gpu import __main__ as program_main
+from compat_matrix.gpu import page, pool, program, store
 
 KERNELS = ["flash_attn", "torch_varlen", "efficient", "flex"]
-VARIANTS = [
-    "padded:sdpa", "padded:flash_attention_2", *(f"fa2patch:{name}" for name in KERNELS),
-    "fa2patch:flash_attn+lengths", "by-hand:flash_attn", "upstream:flash_attention_2",
-    "upstream:flash_attention_2+lengths", "upstream:sdpa",
-]  # fmt: skip
-# Seconds until a process computes, and that it takes in all: those of an H200 that first_gpu_16_documents.json has.
-START, TAKES = 8, {"kernels": 12, "models": 23, "training": 50, "hybrids": 60}
+# Seconds until a process computes, and of a task by its step
+START = 8
+TAKES = {"matrix": 2, "families": 2, "beyond": 2, "kernels": 5, "training": 45, "cuda": 30, "rivals": 30, "tests": 60}
+OVERLAYS = ("5.24.0", *program.RELEASES)
 
 
 class Gone(BaseException):
@@ -28,79 +23,71 @@ class Gone(BaseException):
 
 
 class Machine:
-    """A machine that is there for so many seconds."""
+    """A pool of sixteen processes, as the program asks for, which is there for so many seconds."""
 
-    def __init__(self, monkeypatch: Any, folder: Any, seconds: float = float("inf")) -> None:
-        self.now, self.gone, self.folder = 0.0, seconds, folder
-        self.ran: list[str] = []  # the processes that were started, in order
-        self.computed: list[str] = []  # the cases, models and variants that were computed, in order
-        self.known = figures.committed("first_gpu_16_documents")
-        device = {**figures.header("", "cpu"), "device": self.known["device"]}
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(figures, "header", lambda command, device_type="cpu": {**device, "command": command})
-        monkeypatch.setattr(first_gpu, "present_kernels", lambda device_type: KERNELS)
-        monkeypatch.setattr(gpu, "variants", lambda device_type, toy: VARIANTS)
-        monkeypatch.setattr(gpu, "missing", lambda: {"fa2patch:flash_attn_3": "the package is not installed"})
-        monkeypatch.setattr(gpu, "time", SimpleNamespace(monotonic=lambda: self.now))
-        monkeypatch.setattr(gpu.Job, "run", lambda job, seconds: self.run(job, seconds))
+    known = store.committed()
 
-    def first_gpu(self) -> int:
-        # The command ends with an exit code, or with -1 if the machine is gone.
+    def __init__(self, monkeypatch: Any, folder: Any, gone: float = float("inf")) -> None:
+        self.folder, self.gone, self.time = folder, gone, 0.0
+        self.busy: dict[pool.Task, float] = {}  # when it is done
+        self.idle: list[str] = []  # the releases of processes that wait
+        self.started: list[str] = []
+        self.done: dict[str, float] = {}  # when
+        self.key = keys.Sources(store.ROOT).key({"files": ["fa2patch/__init__.py"], "functions": []})
+        here = program.Machine("cuda", "5.17.0", KERNELS, True, dict.fromkeys(OVERLAYS, folder))
+        monkeypatch.setattr(program_main, "machine", lambda *unused: here)
+        monkeypatch.setattr(pool, "Pool", lambda *unused: self)
+
+    def run(self, *more: str) -> int:
+        # -1 stands for a machine that is gone
         try:
-            return first_gpu.main(["--out", str(self.folder)])
+            return program_main.main(["--out", str(self.folder), *more])
         except Gone:
             return -1
 
-    def run(self, job: gpu.Job, seconds: float) -> dict[str, Any]:
-        # It stands for :meth:`compat_matrix.bench.gpu.Job.run`.
-        self.ran.append(f"{job.stage}, {job.name}")
-        until, what = self.now + seconds, {"kernels": "cases", "models": "architectures", "hybrids": "families"}
-        self.takes(START)
-        if job.stage == "training":
-            self.takes(TAKES["training"] - START)
-            self.computed.append(job.name)
-            figures.write(job.result, self.trained(job.name.partition(", ")[2]))
-            return {"done": True, "command": job.command}
-        parts = self.parts(job)
-        header = {"kernel": job.name, "missing": {}, "speed": self.known["results"]["kernels"]["flash_attn"]["speed"]}
-        found = figures.read(job.result)[what[job.stage]] if job.result.exists() else {}
-        for name in [name for name in parts if name not in found]:
-            if self.now > until:
-                return {"done": False}
-            self.takes((TAKES[job.stage] - START) / len(parts))
-            self.computed.append(f"{job.name}, {name}")
-            found[name] = parts[name]
-            figures.write(job.result, {**header, what[job.stage]: found})
-        return {"done": True, "command": job.command}
+    def now(self) -> float:
+        return self.time
 
-    def takes(self, seconds: float) -> None:
-        self.now += seconds
-        if self.now >= self.gone:
+    def is_free(self, task: pool.Task) -> bool:
+        alone = task.alone or any(other.alone for other in self.busy)
+        return len(self.busy) < (1 if alone else 16)
+
+    def start(self, task: pool.Task) -> None:
+        is_there = task.release in self.idle
+        if is_there:
+            self.idle.remove(task.release)
+        self.started.append(task.name)
+        self.busy[task] = self.time + TAKES[task.step] + START * (not is_there)
+
+    def next(self, until: float) -> tuple[pool.Task, pool.Found] | None:
+        task = min(self.busy, key=lambda each: self.busy[each])
+        if min(self.busy[task], until) >= self.gone:
             raise Gone
+        if self.busy[task] > until:
+            self.time = until
+            return None
+        self.time = self.busy.pop(task)
+        self.idle.append(task.release)
+        self.done[task.name] = self.time
+        return task, self.found(task)
 
-    def parts(self, job: gpu.Job) -> dict[str, Any]:
-        results = self.known["results"]
-        if job.stage == "kernels":
-            found: dict[str, Any] = results["kernels"][job.name]["cases"]
-        elif job.stage == "models":
-            found = results["models"]["5.17.0-flash_attn"]["architectures"]
-        else:
-            found = {"bamba": {"rows": {"16 x 64": {"packed_ms": 9.0}}}}
-        return found
+    def close(self) -> None:
+        self.busy.clear()
 
-    def trained(self, variant: str) -> dict[str, Any]:
-        # What a process of training writes is made of what the merged results say.
-        known = self.known["results"]["training"]["training"]["shapes"]["Llama-2-7B"]
-        found = {}
-        for name, run in known["distributions"].items():
-            of, steps = run["variants"].get(variant) or run["variants"]["padded:flash_attention_2"], run["steps"]
-            each = run["real_tokens"] / steps
-            found[name] = {
-                "step_seconds": [each / of["real_tokens_per_second"]] * steps,
-                "real_tokens": [each] * steps,
-                "padded_tokens": [each * run["limit"]] * steps,
-                "losses": [of["last_loss"]] * steps,
-                "peak_bytes": of["peak_bytes"],
-                "synchronisations": of.get("synchronisations"),
-            }
-        return {"parameters": known["parameters"], "layers": known["layers"], "distributions": found}
+    def found(self, task: pool.Task) -> pool.Found:
+        made = {**self.known["kernels: flash_attn"]["made"], "key": self.key}
+        if task.call == "training:train":
+            like = "training: Llama-2-7B, checkpointing, 16 documents, "
+            variant = task.arguments[1] if like + task.arguments[1] in self.known else "fa2patch:flash_attn+lengths"
+            return {"rows": self.known[like + variant]["rows"], "made": made}
+        row: dict[str, Any] = {"right": "2 of 2"}
+        if task.call == "models:cell":
+            row |= {"architecture": task.arguments[0], "kernels": "flash_attn"}
+        return {"row": row, "wrong": {}, "refused": {}, "made": made}
+
+
+def of_page(folder: Any) -> tuple[str, store.Records]:
+    return (folder / "gpu.md").read_text(encoding="utf-8"), store.of_run(folder)
+
+
+STEPS = [*page.WHAT]

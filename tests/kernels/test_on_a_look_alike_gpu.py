@@ -13,6 +13,7 @@ from compat_matrix import tiny_models
 from compat_matrix.check import rows
 from compat_matrix.check.cell import Cell
 from compat_matrix.check.compare import assert_close, assert_same_gradients
+from compat_matrix.gpu import models
 from fa2patch import errors
 from fa2patch.documents import given_boundaries, tensors
 from fa2patch.kernels.aten import TorchVarlen
@@ -152,6 +153,20 @@ def test_every_architecture(gpu, family):
     assert {*of_ours(found)} <= {*of_a_forward(trained, False)}
 
 
+# what a program's task checks on a GPU: rows of text, pictures, pairs, hybrids, in bfloat16
+CELLS = ("llama", "mixtral", "bert:masked", "bamba", "qwen3_next", "t5:pairs", "bart:pairs", "whisper:pairs",
+         "llava:picture", "gemma3:picture")  # fmt: skip
+
+
+@pytest.mark.parametrize("family", CELLS)
+def test_a_cell_of_the_program_is_right(gpu, family):
+    if not tiny_models.is_present(family):
+        pytest.skip(f"this Transformers has no {family}")
+    found = models.cell("cuda:0", family, "auto", "sdpa", "eager")
+    assert found["row"]["right"] == "2 of 2" and not found["wrong"] | found["refused"]
+    assert "torch_varlen" in found["row"]["kernels"]
+
+
 # --- faults ---------------------------------------------------------------------------------------------------
 
 
@@ -174,8 +189,8 @@ def with_(what):
 REFUSED = {
     "boundaries on the host": on_the_host,
     "boundaries of 64 bits": in_64_bits,
-    "an index on the host": with_(lambda q, _: q.index_select(0, torch.tensor([0]))),
-    "numbers of the host": with_(lambda q, _: q + torch.ones(q.shape[-1])),
+    "an index on the host": with_(lambda q, _: q.index_select(0, torch.zeros(1, dtype=torch.long, device="cpu"))),
+    "numbers of the host": with_(lambda q, _: q + torch.ones(q.shape[-1], device="cpu")),
     "a long message": with_(lambda q, _: tensors.assert_async(q.sum() == q.sum(), "x" * 255)),
 }
 WAITS = {
@@ -214,6 +229,13 @@ def test_a_planted_wait_is_seen(gpu, monkeypatch, fault):
     assert trained.waited(**batch) == {}
     planted(monkeypatch, fault)
     assert trained.waited(**batch)
+
+
+@pytest.mark.parametrize("family", ["t5:pairs", "llava:picture"])
+@pytest.mark.parametrize("fault", REFUSED.values(), ids=REFUSED)
+def test_a_fault_is_wrong_in_a_cell_of_pairs_and_of_pictures(gpu, monkeypatch, fault, family):
+    planted(monkeypatch, fault)
+    assert models.cell("cuda:0", family, "torch_varlen", "sdpa")["row"]["right"] == "0 of 2"
 
 
 def test_an_assertion_of_all_that_lengths_can_break_would_be_too_long(gpu, monkeypatch):

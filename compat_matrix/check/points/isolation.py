@@ -151,7 +151,7 @@ def nothing_crosses(cell: Cell) -> None:
     """``verify`` passes: other documents' tokens do not change outputs, and gradients to them are exactly zero."""
     model = cell.model()
     with fa2patch.apply(model):
-        fa2patch.verify(model, batch=pack(documents(*LENGTHS)))
+        fa2patch.verify(model, batch=pack(documents(*cell.lengths(*LENGTHS))))
 
 
 @point

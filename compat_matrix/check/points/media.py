@@ -29,23 +29,27 @@ def point(function: Callable[[Cell], None]) -> Callable[[Cell], None]:
     return function
 
 
+def document(cell: Cell, *parts: int | str, **how: int) -> tiny_media.Document:
+    return _cast(tiny_media.document(cell.family, *parts, **how), cell.dtype)
+
+
 def documents(cell: Cell) -> list[tiny_media.Document]:
     # One has a picture or sound, one has none, and one has two if the family may have two.
     another = ("it", 1) if tiny_media.holds_several(cell.family) else ()
     return [
-        tiny_media.document(cell.family, 3, "it", 2, seed=1),
+        document(cell, 3, "it", 2, seed=1),
         text(cell, 5, seed=2),
-        tiny_media.document(cell.family, 2, *another, "it", 4, seed=3, first=1),
+        document(cell, 2, *another, "it", 4, seed=3, first=1),
     ]
 
 
 def text(cell: Cell, words: int, seed: int) -> tiny_media.Document:
     # Llava of 4.46 and 4.47 fails unpatched on a document without a picture.
-    plain = tiny_media.document(cell.family, words, seed=seed)
+    plain = document(cell, words, seed=seed)
     try:
         alone(cell.reference(), plain)
     except AttributeError:
-        return tiny_media.document(cell.family, words, "it", seed=seed)
+        return document(cell, words, "it", seed=seed)
     return plain
 
 
@@ -74,7 +78,7 @@ def failure_alone(cell: Cell, checkpointed: bool = False) -> str:
     try:
         if checkpointed:
             checkpoint(model, reentrant=False)
-        alone(model, tiny_media.document(cell.family, 3, "it", 2, seed=1)).sum().backward()
+        alone(model, document(cell, 3, "it", 2, seed=1)).sum().backward()
     except Exception as error:
         kind = str(cell.dtype).partition(".")[2]
         return f"the unpatched model fails on one document in {kind}: {type(error).__name__}: {error}"[:200]
@@ -127,8 +131,8 @@ def packed_rows(cell: Cell) -> None:
     """Logits of two packed rows with other boundaries equal those of documents alone."""
     reference, model = cell.reference(), cell.model()
     first, second = (
-        [tiny_media.document(cell.family, 3, "it", 2, seed=1), text(cell, 5, seed=2)],
-        [text(cell, 5, seed=3), tiny_media.document(cell.family, 1, "it", 4, seed=4)],
+        [document(cell, 3, "it", 2, seed=1), text(cell, 5, seed=2)],
+        [text(cell, 5, seed=3), document(cell, 1, "it", 4, seed=4)],
     )
     rows = [without_lengths(packed(model, docs)[0]) for docs in (first, second)]
     batch = {
@@ -241,7 +245,7 @@ def _cast(doc: tiny_media.Document, dtype: torch.dtype) -> tiny_media.Document:
 @point
 def inertness(cell: Cell) -> None:
     """A document alone gives bit for bit the same logits when the model is patched, and so do two in a batch."""
-    doc = tiny_media.document(cell.family, 3, "it", 2, seed=1)
+    doc = document(cell, 3, "it", 2, seed=1)
     two = {name: torch.cat([value, value]) for name, value in doc.items()}
     for what, given in {"a document": doc, "two documents": two}.items():
         before = output_or_error(cell.model(), **given, use_cache=False)
@@ -263,7 +267,7 @@ def refusals(cell: Cell) -> None:
     tokens = docs[0]["input_ids"].shape[1]
     cut = {name: value if name in MEDIA else value[:, : tokens - 3] for name, value in docs[0].items()}
     lost = {name: value for name, value in docs[0].items() if name not in MEDIA}
-    plain = tiny_media.document(cell.family, 5)
+    plain = document(cell, 5)
     without = {**plain, **{name: docs[0][name] for name in docs[0] if name in MEDIA}}
     for what, wrong in {"cut": cut, "lost": lost, "without placeholders": without}.items():
         if what == "cut" and _all_or_nothing(docs[0]):

@@ -35,7 +35,14 @@ def point(function: Callable[[Cell], None]) -> Callable[[Cell], None]:
 
 
 def drawn(cell: Cell, *lengths: tuple[int, ...], seed: int = 0) -> Pairs:
-    return pairs(cell.family, *(lengths or (SOURCES, TARGETS)), seed=seed)
+    made = pairs(cell.family, *(cell.lengths(*of) for of in lengths or (SOURCES, TARGETS)), seed=seed)
+    return cast(made, cell.dtype)
+
+
+def cast(own: Pairs, dtype: torch.dtype) -> Pairs:
+    for source in own.sources:
+        source.update({name: value.to(dtype) for name, value in source.items() if value.is_floating_point()})
+    return own
 
 
 def alone(model: Any, batch: Pairs) -> list[Any]:
@@ -320,11 +327,6 @@ def autocast(cell: Cell) -> None:
 def _as_near_as_alone(cell: Cell, model: Any, reference: Any) -> None:
     batch, changed = drawn(cell), drawn(cell)
     changed.sources[0], changed.targets[0] = (getattr(drawn(cell, seed=5), name)[0] for name in ("sources", "targets"))
-
-    def cast(own: Pairs, dtype: torch.dtype) -> Pairs:
-        for source in own.sources:
-            source.update({name: value.to(dtype) for name, value in source.items() if value.is_floating_point()})
-        return own
 
     def computed_alone(model: Any) -> torch.Tensor:
         return logits_of(alone(model, cast(drawn(cell), model.dtype)))

@@ -131,10 +131,13 @@ def _projections(model: Any) -> list[str]:
 
 
 def _as_near_as_alone(cell: Cell, model: Any, reference: Any) -> None:
-    docs = documents(5, 9, 2)
-    changed = [documents(5, seed=7)[0], *docs[1:]]
+    lengths = cell.lengths(5, 9, 2)
+    docs = documents(*lengths)
+    changed = [documents(lengths[0], seed=7)[0], *docs[1:]]
     rows = pack(docs), pack(changed)
-    as_near_as_alone(cell, model, reference, *rows, 5, lambda model: alone(model, docs), lambda x: loss_of(x, docs))
+    as_near_as_alone(
+        cell, model, reference, *rows, lengths[0], lambda model: alone(model, docs), lambda x: loss_of(x, docs)
+    )
 
 
 def as_near_as_alone(

@@ -22,6 +22,7 @@ function cellPanel(name, number) {
     make("p", { class: "verdict " + cell.state }, cell.verdict),
     make("h3", {}, "With fa2patch"), ...withFa2patch(cell),
     make("h3", {}, "Transformers alone"), ...alone(cell),
+    make("h3", {}, "On a GPU"), make("p", {}, data.gpu[name] ? data.gpu[name][1] : "Not run yet."),
     make("h3", {}, "How it was checked"), make("p", {}, cell.made + " " + where.about),
     where.allowed ? make("p", {}, "No total counts this environment.") : null,
     make("p", {}, make("a", { href: evidence(number) }, `Evidence: ${where.name}.json`), " · ",

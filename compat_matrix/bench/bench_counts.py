@@ -75,19 +75,3 @@ def bench_syncs(rows: Any, quick: bool, folder: Path, version: str) -> None:
     before = f"{rows.on}," if rows.on else "Transformers"
     rows.on = f"{before} {version} with torch {found['torch']}"
     rows += [{"model": row["model"], "Transformers": version, **row} for row in found["rows"]]
-
-
-def bench_dry(rows: Any, quick: bool, folder: Path) -> None:
-    """What every GPU kernel's path dispatches beyond the kernel itself, traced without a GPU.
-
-    Each layer of a packed row after the batch's first one, traced by torch on fake tensors: nothing is computed.
-    *Copies* and *others* are the operators that `packed_attention` starts besides those of the kernel when it is called
-    by hand with the boundaries at hand; views and allocations start nothing. *Once per batch*: how many operators the
-    first layer's forward adds. *Reads*: from the device, in both directions and both layers. Rows of trees have five
-    segments, rows of spans two spans. flash-attn and FlexAttention are fake operators with their signatures. MLA has
-    head dimensions 192 and 128. The counts are the same on any machine.
-    """
-    from . import dry  # not above: `against` runs the other parts with fa2patch of commits that lack what it looks into
-
-    rows += dry.merged([dry.here()]) if quick else dry.measure(folder)
-    rows.on = f"torch {torch.__version__.partition('+')[0] if quick else ', '.join(dry.TORCH)}"

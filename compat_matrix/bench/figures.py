@@ -24,7 +24,7 @@ HERE = Path(__file__).parent
 COMMAND = "python -m compat_matrix.bench.figures"
 # What is measured on a CPU, in the order of BENCH.md. Each has a result file and a function bench_...
 PARTS = [
-    "calls", "startup", "overhead", "growth", "syncs", "dry", "kernels", "steps", "memory", "training", "sharing",
+    "calls", "startup", "overhead", "growth", "syncs", "kernels", "steps", "memory", "training", "sharing",
     "embeddings", "pairs", "pair_counts", "packing", "dealing", "budget", "streams",
 ]  # fmt: skip
 

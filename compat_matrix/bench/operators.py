@@ -19,7 +19,7 @@ OPERATORS = (
     "_flash_attention_forward", "_flash_attention_backward", "_efficient_attention_forward",
     "_efficient_attention_backward",
 )  # fmt: skip
-# The operators of this namespace take the place of kernels that are no operators of torch (see ``dry``).
+# tests/helpers/fake_kernels.py has operators of this namespace in the place of kernels that are no operators of torch.
 OF_STAND_INS = "fa2patch_dry"
 COPIES = {
     "clone", "_to_copy", "copy_", "constant_pad_nd", "cat", "index", "index_select", "repeat_interleave", "index_copy",

@@ -98,9 +98,13 @@ def _tests(here: Machine) -> Iterator[Task]:
         yield Task("tests", f"gpu, {kernel}", "suites:suite", (file, *marked, "-k", chosen), 120)
     rest = " and ".join(f"not {kernel}" for kernel in here.kernels)
     yield Task("tests", "gpu, rest", "suites:suite", ("tests", *marked, "-k", rest), 120)
+    there = ("-p", "compat_matrix.gpu.suites", "-k", "not compile")
+    evaluations = "tests/integrations/test_sentence_transformers.py"
+    yield Task("tests", "sentence-transformers", "suites:suite", (evaluations, *there), 120)
     for path in sorted((store.ROOT / "tests" / "never_silent").glob("test_*.py")):
-        loud = (f"tests/never_silent/{path.name}", "-p", "compat_matrix.gpu.suites")
-        yield Task("tests", f"never_silent, {path.stem}", "suites:suite", loud, 60)
+        yield Task(
+            "tests", f"never_silent, {path.stem}", "suites:suite", (f"tests/never_silent/{path.name}", *there), 60
+        )
 
 
 def _beyond(here: Machine, plans: dict[str, Snapshots]) -> Iterator[Task]:

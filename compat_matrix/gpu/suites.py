@@ -36,12 +36,12 @@ def suite(device: str, *arguments: str) -> dict[str, Any]:
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_protocol(item: Any, nextitem: Any) -> Iterator[None]:
-    # fixtures too; what a test or a collator made on the host is moved when a module is called with it
+    # What a library or a collator made on the host is moved when it is called, or when a module is called with it.
     device, call = os.environ.get(DEVICE, "cpu"), torch.nn.Module.__call__
 
     def called(module: Any, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), (args, kwargs))
-        return call(module, *args, **kwargs)
+        given = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), (args, kwargs))
+        return call(module.to(device), *given[0], **given[1])
 
     with on(device), mock.patch.object(torch.nn.Module, "__call__", called):
         yield

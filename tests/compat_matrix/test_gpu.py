@@ -10,8 +10,10 @@ import torch
 from stand_in_gpu import STEPS, Machine, of_page
 
 from compat_matrix import environments, keys, plans
+from compat_matrix.bench import workloads
 from compat_matrix.gpu import __main__ as gpu
 from compat_matrix.gpu import models, page, pool, program, store, training
+from fa2patch.kernels.reference import Reference
 
 README = Path(__file__).parents[2] / "compat_matrix" / "README.md"
 MINUTES = range(1, 10)
@@ -103,6 +105,14 @@ def test_the_readme_of_the_matrix_says_what_a_cut_leaves(monkeypatch, tmp_path, 
         done = ", ".join(f"{steps.count(step)} {step}" for step in dict.fromkeys(steps))
         rows.append(f"| {minute} | {done} | {re.search(r'next: (.*)[.]..', text)[1]} |")
     assert "\n".join(rows) in README.read_text(encoding="utf-8"), "\n" + "\n".join(rows)
+
+
+def test_the_tests_that_the_readme_names_are_there():
+    named = re.findall(r"`(test_\w+\.py)::(test_\w+)`", README.read_text(encoding="utf-8"))
+    assert len(named) > 15
+    for file, test in named:
+        texts = (found.read_text(encoding="utf-8") for found in (README.parents[1] / "tests").glob(f"**/{file}"))
+        assert any(f"def {test}(" in text for text in texts), (file, test)
 
 
 # --- what is due ----------------------------------------------------------------------------------------------
@@ -226,13 +236,19 @@ def test_a_device_that_computes_no_more_is_no_refusal(monkeypatch):
         models.against_reference("cpu", "reference")
 
 
-def test_wrong_numbers_and_wrong_kernels_are_told_from_refusals(monkeypatch):
-    from fa2patch.kernels.reference import Reference
-
+def test_wrong_numbers_and_leaks_are_told_from_refusals(monkeypatch):
     right = Reference.__call__
-    monkeypatch.setattr(Reference, "__call__", lambda *given: right(*given) * 1.5)
-    found = models.cell("cpu", "llama", "auto", "sdpa")
-    assert {*found["wrong"]} == {"half_precision", "nothing_crosses"} and found["row"]["right"] == "0 of 2"
+
+    def off(*given):
+        return right(*given) * 1.5
+
+    def one_document(kernel, q, k, v, boundaries, options):
+        return right(kernel, q, k, v, workloads.boundaries_of([len(q)]), options)
+
+    for fault, wrong in ((off, {"half_precision"}), (one_document, {"half_precision", "nothing_crosses"})):
+        monkeypatch.setattr(Reference, "__call__", fault)
+        found = models.cell("cpu", "llama", "auto", "sdpa")
+        assert {*found["wrong"]} == wrong and found["row"]["right"] == f"{2 - len(wrong)} of 2"
     refused = models.cell("cpu", "inkling2_loop_text", "auto", "sdpa", "eager")
     assert refused["row"]["right"] == "0 of 2" and "UnsupportedModel" in refused["refused"]["apply"]
 

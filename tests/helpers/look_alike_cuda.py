@@ -121,13 +121,18 @@ def _arange(*ends: Any, dtype: Any = None, **_: Any) -> OnCuda:
     return OnCuda(torch.arange(*ends, dtype=dtype, device="cpu"))
 
 
+def _number(one: OnCuda) -> Any:
+    _wait("_local_scalar_dense")  # of an argument, which torch asks for past the class
+    return one.held.item()
+
+
 class _Generator(torch.Generator):
     def __new__(cls, device: Any = "cpu") -> _Generator:
         return super().__new__(cls)  # the numbers of a CPU
 
 
 MADE = {
-    "empty.memory_format": _empty, "empty_strided": _empty_strided,
+    "empty.memory_format": _empty, "empty_strided": _empty_strided, "_local_scalar_dense": _number,
     # torch resizes what it fills
     "arange": _arange, "arange.start": _arange, "arange.start_step": _arange,
 }  # fmt: skip

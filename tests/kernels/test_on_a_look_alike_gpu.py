@@ -167,6 +167,14 @@ def test_a_cell_of_the_program_is_right(gpu, family):
     assert "torch_varlen" in found["row"]["kernels"]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("family", tiny_models.architectures())
+def test_every_cell_of_the_program_is_right_or_refused(gpu, family):
+    found = models.cell("cuda:0", family, "auto", "sdpa", "eager")
+    of_a_gpu = {name: why for name, why in found["wrong"].items() if "aten::mm.dtype" not in why}  # a CPU has none
+    assert not of_a_gpu and (found["refused"] or found["row"]["right"] == "2 of 2" or found["wrong"])
+
+
 # --- faults ---------------------------------------------------------------------------------------------------
 
 

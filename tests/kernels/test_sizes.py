@@ -2,13 +2,13 @@
 
 import math
 
+import fake_kernels
 import pytest
 import stand_in_aten
 import torch
 from definition_cases import errors_of, options_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from compat_matrix.bench import dry
 from compat_matrix.check import stand_in
 from compat_matrix.check.kernel_cases import LENGTHS, documents, states
 from fa2patch.documents.boundaries import Boundaries
@@ -103,7 +103,7 @@ FAMILIES = {
     "Falcon 7B": (71, 1, 64, 64, None, None, False),
     "ModernBERT": (12, 12, 64, 64, 64, None, False),
 }
-KERNELS = dry.kernels()
+KERNELS = fake_kernels.kernels()
 
 
 def shapes(kernel, family, counts):

@@ -55,7 +55,9 @@ def text(cell: Cell, words: int, seed: int) -> tiny_media.Document:
 
 def packed(model: Any, docs: list[tiny_media.Document], **options: Any) -> tuple[Row, torch.Tensor]:
     # The row keeps its labels only if documents have them (PaliGemma).
-    row = dict(fa2patch.DataCollatorForMultimodalFlattening(model, **options)(docs))
+    on_host = [{name: value.cpu() for name, value in doc.items()} for doc in docs]
+    made = fa2patch.DataCollatorForMultimodalFlattening(model, **options)(on_host)
+    row = {name: value.to(model.device) if isinstance(value, torch.Tensor) else value for name, value in made.items()}
     labels = row["labels"]
     if "labels" not in docs[0]:
         del row["labels"]

@@ -1,4 +1,4 @@
-"""What every GPU kernel's path dispatches beyond the kernel, traced without a device, by version of torch.
+"""What every GPU kernel's path dispatches beyond the kernel, traced without a device.
 
 Nothing is computed: ``FakeTensorMode`` runs torch's own fake kernels, which give shapes. The tensors of a forward alone
 are fake CUDA tensors. Those of forward and backward are fake CPU tensors, because torch's autograd engine asks a CUDA
@@ -6,20 +6,11 @@ tensor's device for its stream; the forward's counts are the same on both. fa2pa
 a kernel. Where torch has no such kernel, an operator of torch that returns tensors of the right shape takes its place.
 
 FlexAttention's own kernels are not part of it.
-
-``python -m compat_matrix.bench.dry`` prints one JSON object for this torch. With ``--schemas``, the schemas of torch's
-attention operators are written into ``aten_schemas.json``, beside those of other versions.
-``tests/kernels/test_schemas.py`` holds fa2patch's calls against that file.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
-import json
-import logging
-import warnings
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Callable, NamedTuple
 
@@ -27,7 +18,7 @@ import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fa2patch import evidence
+from compat_matrix.bench.operators import OF_STAND_INS, counted
 from fa2patch.documents.boundaries import Boundaries
 from fa2patch.documents.spans import Spans, on_the_host
 from fa2patch.documents.trees import Tree
@@ -37,17 +28,6 @@ from fa2patch.kernels.aten import Efficient, TorchVarlen
 from fa2patch.kernels.flex import Flex
 from fa2patch.kernels.protocol import Kernel
 from fa2patch.kernels.varlen import PARAMETERS, EntryPoint, FlashAttn, FlashAttn3, FlashAttn4
-
-from .. import environments
-from .operators import KINDS, OF_STAND_INS, OPERATORS, counted
-
-# The last release of each minor. Each environment takes about 5 GB, unless the package index has a build for CPUs.
-TORCH = (
-    "2.4.1", "2.5.1", "2.6.0", "2.7.1", "2.8.0", "2.9.1", "2.10.0", "2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0",
-)  # fmt: skip
-
-TRANSFORMERS = environments.newest().transformers
-SCHEMAS = Path(__file__).with_name("aten_schemas.json")
 
 # --- kernels, and fake functions where torch has none ---------------------------------------------------------
 
@@ -213,103 +193,3 @@ def _boundaries(case: Case, device: str) -> Boundaries:
             seen[start:stop] = stop - 1
         boundaries.made[Spans] = on_the_host(seen, ends)
     return boundaries
-
-
-# --- rows -----------------------------------------------------------------------------------------------------
-
-
-def here() -> dict[str, Any]:
-    traced = {case: {name: trace(*bare, CASES[case]) for name, bare in kernels().items()} for case in CASES}
-    plain = traced["plain"]
-    cases = {case: {name: _cells(found, plain[name]) for name, found in of.items()} for case, of in traced.items()}
-    return {"torch": torch.__version__.partition("+")[0], "cases": cases}
-
-
-def _cells(found: dict[str, Any], plain: dict[str, Any]) -> dict[str, Any]:
-    # A row has what a later layer starts beyond what the kernel starts when it is called by hand.
-    if "why" in found:
-        return {"forward: kernel calls": found["why"]}
-    cells: dict[str, Any] = {}
-    once, reads = {}, 0
-    for way in ("forward", "backward"):
-        if "why" in found[way]:
-            cells[f"{way}: kernel calls"] = f"not traced: {found[way]['why']}"
-            continue
-        first, later, bare = found[way]["first"], found[way]["later"], plain[way]["bare"]
-        cells[f"{way}: kernel calls"] = later["kernel"]
-        cells |= {f"{way}: {kind}": later[kind] - bare[kind] for kind in ("copies", "others")}
-        reads += later["reads"] + first["reads"]
-        if way == "forward":
-            once["once per batch"] = sum(first[kind] - later[kind] for kind in KINDS)
-    return {**cells, **once, "reads": reads}
-
-
-def merged(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    # Kernels and versions of torch with the same numbers share a row. What the batch's first layer adds may differ
-    # between these versions. It is that of the newest.
-    every = [run["torch"] for run in runs]
-    rows = []
-    for case in runs[0]["cases"]:
-        same: dict[str, list[Any]] = {}  # by kernel and numbers: the versions, and the cells of the newest
-        for run in runs:
-            for kernel, cells in run["cases"][case].items():
-                key = json.dumps([kernel, {name: cells[name] for name in cells if name != "once per batch"}])
-                same[key] = [[*same.get(key, [[]])[0], run["torch"]], kernel, cells]
-        names: dict[str, list[str]] = {}
-        for versions, kernel, cells in same.values():
-            names.setdefault(json.dumps({"torch": in_words(versions, every), **cells}), []).append(kernel)
-        rows += [{"layer": f"{case}: {', '.join(of)}", **json.loads(cells)} for cells, of in names.items()]
-    return rows
-
-
-def in_words(some: list[str], every: list[str]) -> str:
-    # It is "all", or runs such as "2.4 to 2.6".
-    minors = [version.rpartition(".")[0] for version in every]
-    found = evidence.stretches(minors, {version.rpartition(".")[0] for version in some})
-    return "all" if some == every else ", ".join(" to ".join(dict.fromkeys(run)) for run in found)
-
-
-# --- in other versions ----------------------------------------------------------------------------------------
-
-
-def measure(folder: Path) -> list[dict[str, Any]]:
-    # folder: of the versions' environments
-    from ..screen import Console, track  # not above: the environments have no rich
-
-    runs = []
-    with environments.only_our_packages() as packages:
-        for version in track(TORCH, "dry", console=Console(stderr=True)):
-            wanted = environments.Version(f"torch-{version}", TRANSFORMERS, "3.11", version, pins=())
-            python = environments.make(wanted, folder.resolve())
-            said = environments.printed("compat_matrix.bench.dry", python=python, packages=packages)
-            runs.append(json.loads(said))
-    return merged(runs)
-
-
-def with_version(known: dict[str, list[str]], version: str, schemas: list[str]) -> dict[str, list[str]]:
-    # This version's schemas take the place of those known for it. Schemas and versions are sorted.
-    pairs = [(schema, other) for schema, others in known.items() for other in others if other != version]
-    pairs += [(schema, version) for schema in schemas]
-    found: dict[str, list[str]] = {}
-    for schema, of in sorted(pairs, key=lambda one: (one[0].partition("(")[0], *map(int, one[1].split(".")))):
-        found.setdefault(schema, []).append(of)
-    return found
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m compat_matrix.bench.dry", description=__doc__)
-    parser.add_argument("--schemas", action="store_true")
-    if parser.parse_args().schemas:
-        schemas = [str(getattr(torch.ops.aten, name).default._schema) for name in OPERATORS]
-        known = json.loads(SCHEMAS.read_text(encoding="utf-8"))
-        found = with_version(known, torch.__version__.partition("+")[0], schemas)
-        SCHEMAS.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-        return
-    warnings.simplefilter("ignore")
-    logging.disable()  # torch logs a traceback for each error of a fake kernel
-    torch.set_num_threads(1)
-    print(json.dumps(here()))
-
-
-if __name__ == "__main__":
-    main()

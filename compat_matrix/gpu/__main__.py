@@ -2,7 +2,8 @@
 
 Steps run in the order of their value: first those that neither FOLDER nor this repository has results of, then those
 whose results are of other code. Each result is a file in FOLDER as soon as it is there, and FOLDER/gpu.md shows all, so
-that nothing is lost with the machine. Repeat the command until it returns 0: it returns 3 when time ran out.
+that nothing is lost with the machine. Repeat the command while it returns 3, because time ran out. At the end it
+returns 1 if something is wrong.
 ``--take FOLDER`` brings results into this repository, its pages and its README.
 
 A folder of ``--overlays`` is named by a release of Transformers and comes first on the path. In a copy of the files
@@ -87,7 +88,8 @@ def computed(left: list[pool.Task], records: store.Records, given: argparse.Name
     written()
     pool.run(left, processes, given.seconds, keep)
     figures.show("Goals", page.goals_table({name: records[name] for name in records if name not in waiting}))
-    return OUT_OF_TIME if waiting else 0
+    wrong = any(found.get("wrong") or "error" in found for found in records.values())
+    return OUT_OF_TIME if waiting else int(wrong)
 
 
 def take(folder: Path) -> int:

@@ -12,8 +12,8 @@ from compat_matrix.publish import blocks, matrix, words
 from compat_matrix.results import CORE, Malformed, read, read_file
 
 MARKERS = {
-    "README.md": ("matrix", "need", "integrations", "reads", "overhead"),
-    "docs/kernels.md": ("kernels", "reads", "overhead"),
+    "README.md": ("gpu", "matrix", "need", "integrations", "reads", "overhead"),
+    "docs/kernels.md": ("gpu", "kernels", "reads", "overhead"),
     "docs/long_rows.md": ("engines", "costs", "parts"),
 }
 ROWS = ["one row", "two rows", "mask of ones"]
@@ -45,7 +45,7 @@ EVERY_STATE = {
 
 @pytest.fixture
 def root(tmp_path):
-    for folder in ("compat_matrix/evidence/gpu", "fa2patch", "docs"):
+    for folder in ("compat_matrix/evidence", "fa2patch", "docs"):
         (tmp_path / folder).mkdir(parents=True)
     for file, names in MARKERS.items():
         blocks = "".join(f"<!-- {name}:begin -->\n<!-- {name}:end -->\n" for name in names)
@@ -55,8 +55,8 @@ def root(tmp_path):
 
 @pytest.fixture
 def leave(root):
-    def leave(name, architectures, /, folder="", **changes):
-        file = root / "compat_matrix/evidence" / folder / f"{name}.json"
+    def leave(name, architectures, /, **changes):
+        file = root / "compat_matrix/evidence" / f"{name}.json"
         file.write_text(json.dumps(evidence(name, architectures, **{"upstream_rows": ROWS, **changes})))
         return file
 
@@ -142,13 +142,13 @@ def test_a_cell_says_what_made_it_and_its_age_is_published(root, leave, results)
     first, _ = results().environments
     assert first.codes == (f"commit {'1' * 12}", f"commit {'2' * 12} with uncommitted changes")
     assert (first.torch, first.dates) == ("2.13.0+cpu and 2.4.1", "2026-11-20 to 2026-11-21")
-    text = matrix.tables(results())
+    text = matrix.tables(results(), {})
     assert "| ✓ ✗ | ✓ ✗ |" in text and "| ✓ ✗ ° | ✓ ✗ ° |" in text
     said = (
         "All 4 cells were checked from 2026-11-20 to 2026-11-21. 2 of them executed code that was changed before newer "
         "cells were checked; each cell names its commit."
     )
-    page = matrix.page(results())
+    page = matrix.page(results(), {})
     assert said in text and said in page and said in " ".join(blocks.summary(results()).split())
     assert f"Checked on 2026-11-20 with the code of commit {'2' * 12}" in page
     assert "What it executed has been changed since." in page
@@ -181,18 +181,18 @@ def test_another_stack_of_a_release_and_what_may_fail_are_shown_and_not_counted(
     leave("5.0.0-wrapt1.16", {"llama": checked()})
     leave("main", {"newest": {"error": "moved"}}, transformers="5.99.0.dev0", allowed_to_fail=True)
     assert results().score(*results().counted) == before and before.states == {"ok": 1}
-    text = matrix.tables(results())
+    text = matrix.tables(results(), {})
     assert "5.0.0-wrapt1.16 (another stack of this release, not counted)" in text
-    assert "main (allowed to fail, not counted)" in text and "newest" in matrix.page(results())
+    assert "main (allowed to fail, not counted)" in text and "newest" in matrix.page(results(), {})
     assert " fail" not in publish.made(root)[root / "README.md"]
 
 
 def test_nothing_is_ok_without_its_json(root, leave, results):
     leave("5.0.0", {"llama": checked()})
     gone = leave("5.1.0", {"llama": checked(), "granite": checked()})
-    assert "granite" in matrix.tables(results())
+    assert "granite" in matrix.tables(results(), {})
     gone.unlink()
-    assert "granite" not in matrix.tables(results()) and results().score(*results().counted).states == {"ok": 1}
+    assert "granite" not in matrix.tables(results(), {}) and results().score(*results().counted).states == {"ok": 1}
     (root / "compat_matrix/versions.toml").write_text('[version."5.0.0"]\n[version."5.1.0"]\n')
     said = {file.name for file, text in publish.made(root).items() if "Version 5.1.0 has not been checked yet." in text}
     assert said == {"MATRIX.md", "matrix.html"}
@@ -269,7 +269,7 @@ def test_drift_is_caught(root, leave, capsys):
     capsys.readouterr()
     for file in publish.made(root):
         good = file.read_text()
-        file.write_text(good.replace("1", "2").replace('"5.0"', '"5.9"'))
+        file.write_text(good.replace("1", "2").replace("8", "9").replace('"5.0"', '"5.9"'))
         assert publish.main([*run, "--check"]) == 1
         said = capsys.readouterr().err
         assert str(file.relative_to(root)) in said and publish.COMMAND in said
@@ -297,13 +297,14 @@ def test_readme_says_what_holds_in_a_few_sentences_and_one_link(root, leave, res
     assert "\n".join([*said, link]) in publish.made(root)[root / "README.md"]
 
 
-def test_gpu_evidence_is_claimed_only_where_it_is(leave, results):
+def test_what_ran_on_a_gpu_is_shown_beside_what_ran_on_a_cpu(leave, results):
     leave("5.0.0", EVERY_STATE)
-    leave("5.0.0", {"llama": checked()}, folder="gpu")
-    assert words.gpu(results()) == "No GPU evidence exists yet."
-    leave("5.0.0", {"llama": checked()}, folder="gpu", device="NVIDIA H100", kernel="flash_attn")
-    assert words.gpu(results()) == "GPU evidence: 5.0.0 on NVIDIA H100, 1 of 1 ok."
-    assert all("NVIDIA H100" in text for text in (matrix.tables(results()), matrix.page(results())))
+    assert words.gpu({}) == "None ran on a GPU yet."
+    said = "Right with flash_attn on NVIDIA H100, 2026-11-30, Transformers 5.0.0."
+    gpu = {"llama": ("ok", said), "other": ("fail", "Wrong on NVIDIA H100.")}
+    assert words.gpu(gpu) == "On a GPU, 1 of 2 architectures were right."
+    row = next(line for line in matrix.tables(results(), gpu).splitlines() if line.startswith("| [`llama`]"))
+    assert row.endswith(f"| {said} |") and said in matrix.page(results(), gpu)
 
 
 VOID = {"meta", "input", "link", "img", "br", "hr", "col"}
@@ -333,7 +334,7 @@ def test_the_page_is_well_formed_and_fetches_nothing_and_is_the_same_each_time(r
     leave("5.0.0", {**EVERY_STATE, "raises": checked(RAISES)})
     assert publish.made(root) == publish.made(root)
     parsed = Page()
-    parsed.feed(matrix.page(results()))
+    parsed.feed(matrix.page(results(), {}))
     parsed.close()
     assert parsed.open == []
     style, (told, data, script) = "".join(parsed.text["style"]), parsed.text["script"]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from compat_matrix import keys
+from compat_matrix import environments, keys
 from compat_matrix.gpu import __main__ as program_main
 from compat_matrix.gpu import page, pool, program, store
 
@@ -15,7 +15,7 @@ KERNELS = ["flash_attn", "torch_varlen", "efficient", "flex"]
 # Seconds until a process computes, and of a task by its step
 START = 8
 TAKES = {"matrix": 2, "families": 2, "beyond": 2, "kernels": 5, "training": 45, "cuda": 30, "rivals": 30, "tests": 60}
-OVERLAYS = ("5.24.0", *program.RELEASES)
+OVERLAYS = (environments.newest().name, *program.RELEASES)
 
 
 class Gone(BaseException):

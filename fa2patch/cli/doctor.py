@@ -169,6 +169,12 @@ def _advice(found: dict[str, Any]) -> Iterator[str]:
 
 
 def _shown(found: dict[str, Any]) -> Shown:
+    # The verdict and what to do come first.
+    usable = [kernel["name"] for kernel in found["kernels"] if kernel["usable"]]
+    verdict = "[green]fa2patch works here.[/green]" if found["ok"] else "[red]fa2patch does not work here.[/red]"
+    yield f"[bold]{verdict}[/bold] Kernels that can run, best first: {', '.join(usable)}."
+    for advice in found["advice"]:
+        yield f"[bold cyan]→[/bold cyan] {escaped(advice)}"
     rows = [
         ("Python", found["python"], found["platform"]),
         ("torch", found["torch"], ", ".join(found["gpus"]) or "no GPU"),
@@ -201,5 +207,3 @@ def _shown(found: dict[str, Any]) -> Shown:
         yield f"Defects known up to {found['evidence_ends']}; whether this release has them was not checked:"
     for defect in found["defects"]:
         yield f"[yellow]•[/yellow] {escaped(defect)}"
-    for advice in found["advice"]:
-        yield f"[bold cyan]→[/bold cyan] {escaped(advice)}"

@@ -24,6 +24,8 @@ def kernels_command(as_json: bool) -> None:
 
 
 def _shown(found: list[dict[str, Any]]) -> Shown:
+    usable = [row["name"] for row in found if row["usable"]]
+    yield f"[bold green]Can run here, best first:[/bold green] {', '.join(usable)}."
     rows = []
     for row in found:
         here = "[green]usable[/green]" if row["usable"] else escaped(row["reason"], "dim")

@@ -1,9 +1,9 @@
 """Take the next steps on this machine's GPU: ``python -m compat_matrix.gpu --out FOLDER``.
 
 Steps run in the order of their value: first those that neither FOLDER nor this repository has results of, then those
-whose results are of other code. Each result is a file in FOLDER as soon as it is there, and FOLDER/gpu.md shows all, so
-that nothing is lost with the machine. Repeat the command while it returns 3, because time ran out. At the end it
-returns 1 if something is wrong.
+whose results are of other code. Each result is a line of FOLDER/results.jsonl as soon as it is there, and FOLDER/gpu.md
+shows all, so that nothing is lost with the machine. Repeat the command while it returns 3, because time ran out. At the
+end it returns 1 if something is wrong.
 ``--take FOLDER`` brings results into this repository, its pages and its README.
 
 A folder of ``--overlays`` is named by a release of Transformers and comes first on the path. In a copy of the files
@@ -49,12 +49,13 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("--out FOLDER: expected a folder that results go to, found none")
     known = {name: plan.snapshots for name, plan in plans.read().items()}
     planned = [task for task in program.tasks(here, known) if task.step in given.steps]
-    records = store.committed() | (store.of_run(given.out) if given.out else {})
+    run = store.Run(given.out) if given.out else None
+    records = store.committed() | (run.records if run else {})
     left = program.due(planned, records, keys.Sources(store.ROOT))
-    if given.list:
+    if given.list or run is None:
         print("\n".join(task.name for task in left))
         return 0
-    return computed(left, records, given, pool.Pool(given.processes, given.device, here.overlays))
+    return computed(left, records, run, pool.Pool(given.processes, given.device, here.overlays), given.seconds)
 
 
 def machine(device: str, overlays: Path | None) -> program.Machine | None:
@@ -71,11 +72,13 @@ def machine(device: str, overlays: Path | None) -> program.Machine | None:
     return program.Machine(device, transformers.__version__, present(device), flash_attn, releases)
 
 
-def computed(left: list[pool.Task], records: store.Records, given: argparse.Namespace, processes: pool.Pool) -> int:
+def computed(
+    left: list[pool.Task], records: store.Records, run: store.Run, processes: pool.Pool, seconds: float
+) -> int:
     waiting = {task.name: task for task in left}
 
     def keep(task: pool.Task, found: pool.Found) -> None:
-        store.keep(given.out, task.name, found)
+        run.keep(task.name, found)
         records[task.name] = found
         del waiting[task.name]
         print(f"{len(left) - len(waiting)} of {len(left)}: {task.name}", file=sys.stderr, flush=True)
@@ -83,10 +86,10 @@ def computed(left: list[pool.Task], records: store.Records, given: argparse.Name
 
     def written() -> None:
         of_this = {name: found for name, found in records.items() if name not in waiting}
-        diffable.write(given.out / "gpu.md", f"{page.page(of_this, list(waiting))}\n")
+        diffable.write(run.file.with_name("gpu.md"), f"{page.page(of_this, list(waiting))}\n")
 
     written()
-    pool.run(left, processes, given.seconds, keep)
+    pool.run(left, processes, seconds, keep)
     figures.show("Goals", page.goals_table({name: records[name] for name in records if name not in waiting}))
     wrong = any(found.get("wrong") or "error" in found for found in records.values())
     return OUT_OF_TIME if waiting else int(wrong)

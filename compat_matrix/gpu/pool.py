@@ -73,13 +73,15 @@ class Pool:
         return len(self.busy) < (1 if alone else self.count)
 
     def start(self, task: Task) -> None:
-        worker = next((each for each in self.idle if each.release == task.release), None)
-        if worker is None:
-            while task.alone and self.idle or len(self.idle) + len(self.busy) >= self.count > 0 and self.idle:
-                self.idle.pop().stop()
-            worker = _Worker(task.release, self.releases.get(task.release), self.came)
-        else:
+        # What is timed has a process that computed nothing beside others, and no other one holds memory meanwhile.
+        kind = task.release, task.alone
+        worker = next((each for each in self.idle if each.kind == kind), None)
+        if worker is not None:
             self.idle.remove(worker)
+        while self.idle and (task.alone or len(self.idle) + len(self.busy) >= self.count):
+            self.idle.pop().stop()
+        if worker is None:
+            worker = _Worker(kind, self.releases.get(task.release), self.came)
         worker.compute(task, self.device)
         self.busy[worker] = task
 
@@ -110,8 +112,8 @@ class Pool:
 
 
 class _Worker:
-    def __init__(self, release: str, folder: Path | None, came: queue.Queue[Any]) -> None:
-        self.release, self.why, self.until, self.begun = release, "", 0.0, 0.0
+    def __init__(self, kind: tuple[str, bool], folder: Path | None, came: queue.Queue[Any]) -> None:
+        self.kind, self.why, self.until, self.begun = kind, "", 0.0, 0.0
         path = [folder, commits.ROOT, os.environ.get("PYTHONPATH", "")]
         given = {**os.environ, **ALONE, "PYTHONPATH": os.pathsep.join(str(part) for part in path if part)}
         self.errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  # it is read when the process ends

@@ -47,7 +47,7 @@ def tasks(here: Machine, plans: dict[str, Snapshots]) -> Iterator[Task]:
     """Every task that this machine can run, the most valuable first."""
     yield from _cells(here, plans, "matrix", here.newest, "sdpa", "eager")
     for release in filter(here.has, RELEASES):
-        for family in (name for name in SEEDS if name in plans[release]):
+        for family in (name for name in SEEDS if name in _planned(plans, release)):
             for loaded in LOADED[: 1 + here.flash_attn]:
                 called = ("models:cell", (family, "auto", loaded))
                 yield Task("families", f"{release}, {family}, {loaded}", *called, release=here.release(release))
@@ -61,7 +61,7 @@ def tasks(here: Machine, plans: dict[str, Snapshots]) -> Iterator[Task]:
     yield from _training(here, [name for name, setting in SETTINGS.items() if not setting.checkpointing])
     yield Task("cuda", "lengths", "costs:check_of_lengths", (), 60, alone=True)
     yield Task("cuda", "memory of the trial", "costs:memory_of_trial", (), 20, alone=True)
-    for family in HYBRIDS:
+    for family in (name for name in HYBRIDS if name in _planned(plans, here.installed)):
         yield Task("rivals", family, "costs:hybrid", (family,), 60, alone=True)
     for prompt in ("512", "2048"):
         yield Task("rivals", f"prompt of {prompt}", "costs:shared", (prompt, "8"), 30, alone=True)
@@ -71,9 +71,14 @@ def tasks(here: Machine, plans: dict[str, Snapshots]) -> Iterator[Task]:
     yield from _beyond(here, plans)
 
 
+def _planned(plans: dict[str, Snapshots], release: str) -> Snapshots:
+    # The architectures of a release without a plan are taken to be those of the newest that has one.
+    return plans.get(release) or plans[[*plans][-1]]
+
+
 def _cells(here: Machine, plans: dict[str, Snapshots], step: str, release: str, *loaded: str) -> Iterator[Task]:
     # rows of text come first: more is trained on them than on pictures and on pairs
-    for name in sorted(plans[release], key=lambda name: name.endswith((*MEDIA, PAIRS))):
+    for name in sorted(_planned(plans, release), key=lambda name: name.endswith((*MEDIA, PAIRS))):
         what = f"{release}, {name}{'' if len(loaded) > 1 else f', {loaded[0]}'}"
         yield Task(step, what, "models:cell", (name, "auto", *loaded), release=here.release(release))
 

@@ -1,9 +1,8 @@
-"""Results of tasks: one file each in the folder of a run, and one for each step in this repository."""
+"""Results of tasks: lines of one file in the folder of a run, and a file for each step in this repository."""
 
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +14,42 @@ RESULTS = Path(__file__).parent / "results"
 Records = dict[str, dict[str, Any]]  # by the task's name
 
 
-def keep(folder: Path, name: str, found: dict[str, Any]) -> None:
-    step, _, what = name.partition(": ")
-    called = re.sub(r"[^\w.+-]+", "-", what)
-    diffable.write(folder / step / f"{called}.json", diffable.dumped({"task": name, **found}, 2) + "\n")
+class Run:
+    """What a run found, in one file: a machine that is lent may give back a few files, and be gone at any time."""
 
+    # A line holds a result, whose key is a number: its n-th bit stands for the n-th item of code in lines of "items".
 
-def of_run(folder: Path) -> Records:
-    files = (json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob("*/*.json")))
-    return {found.pop("task"): found for found in files}
+    def __init__(self, folder: Path) -> None:
+        self.file = folder / "results.jsonl"
+        self.records: Records = {}
+        self._places: dict[tuple[str, str], int] = {}
+        lines = self.file.read_text(encoding="utf-8").splitlines(keepends=True) if self.file.exists() else []
+        whole = [line for line in lines if line.endswith("\n")]
+        if whole != lines:  # a machine was gone while it wrote the last one
+            diffable.write(self.file, "".join(whole))
+        for told in map(json.loads, whole):
+            for item in told.get("items", ()):
+                self._places[item[0], item[1]] = len(self._places)
+            if "task" in told:
+                self._take(told.pop("task"), told)
+
+    def _take(self, name: str, found: dict[str, Any]) -> None:
+        bits, made = int(found["made"]["key"], 16), found["made"]
+        key = {item: known for (item, known), place in self._places.items() if bits >> place & 1}
+        self.records[name] = {**found, "made": {**made, "key": key}}
+
+    def keep(self, name: str, found: dict[str, Any]) -> None:
+        key = found["made"]["key"]
+        new = [pair for pair in key.items() if pair not in self._places]
+        for pair in new:
+            self._places[pair] = len(self._places)
+        number = f"{sum(1 << self._places[pair] for pair in key.items()):x}"
+        lines = [{"items": new}] if new else []
+        lines.append({"task": name, **found, "made": {**found["made"], "key": number}})
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        with self.file.open("a", encoding="utf-8") as file:
+            file.write("".join(f"{json.dumps(line)}\n" for line in lines))
+        self.records[name] = found
 
 
 def committed(folder: Path = RESULTS) -> Records:
@@ -39,7 +65,7 @@ def committed(folder: Path = RESULTS) -> Records:
 
 def take(run: Path, folder: Path = RESULTS) -> int:
     """Write the results of a run beside those that are committed, or in their place, and return how many there are."""
-    new = of_run(run)
+    new = Run(run).records
     known = committed(folder) | new
     for step in dict.fromkeys(name.partition(": ")[0] for name in new):
         records = {name.partition(": ")[2]: found for name, found in known.items() if name.startswith(f"{step}: ")}

@@ -43,11 +43,14 @@ def result(call: str, arguments: list[str], device: str) -> dict[str, Any]:
     module, _, name = call.partition(":")
     when, started = datetime.now(timezone.utc).isoformat(timespec="seconds"), time.monotonic()
     torch.manual_seed(0)
+    found: dict[str, Any] = {}
     try:
         function = getattr(importlib.import_module(f".{module}", __package__), name)
         found = function(device, *arguments)
+        if device == "cuda":
+            torch.cuda.synchronize()  # which raises if the device computes nothing more
     except Exception as error:  # also running out of a GPU's memory, which is a result
-        found = {"error": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
+        found |= {"error": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
     gc.collect()
     if device == "cuda" and "error" not in found:
         torch.cuda.empty_cache()

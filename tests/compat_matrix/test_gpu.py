@@ -136,16 +136,32 @@ def test_what_was_never_done_comes_before_what_is_stale():
 def test_results_are_taken_beside_those_that_are_there(tmp_path):
     run, folder = tmp_path / "run", tmp_path / "results"
     old, new = {"a.py::f": "1"}, {"a.py::f": "2", "b.py::g": "3"}
-    store.keep(run, "matrix: 5, llama", record(old))
-    store.keep(run, "training: 7B, 4 documents, padded:sdpa", record(old))
+    store.Run(run).keep("matrix: 5, llama", record(old))
+    store.Run(run).keep("training: 7B, 4 documents, padded:sdpa", record(old))
     assert store.take(run, folder) == 2
-    store.keep(run, "matrix: 5, llama", record(new, wrong={"p": "no"}))
-    store.keep(run, "matrix: 5, phi:masked", record(new))
+    again = store.Run(run)
+    again.keep("matrix: 5, llama", record(new, wrong={"p": "no"}))
+    again.keep("matrix: 5, phi:masked", record(new))
     assert store.take(run, folder) == 3
     found = store.committed(folder)
     assert [*found] == ["matrix: 5, llama", "matrix: 5, phi:masked", "training: 7B, 4 documents, padded:sdpa"]
     assert found["matrix: 5, llama"] == record(new, wrong={"p": "no"})
     assert found["training: 7B, 4 documents, padded:sdpa"]["made"]["key"] == old
+
+
+def test_a_machine_that_goes_while_it_writes_loses_one_line(tmp_path):
+    run = store.Run(tmp_path)
+    run.keep("matrix: a", record({"a.py::f": "1"}))
+    run.keep("matrix: b", record({"a.py::f": "1", "b.py::g": "2"}))
+    whole = run.file.read_text(encoding="utf-8")
+    for cut in range(len(whole)):
+        run.file.write_text(whole[:cut], encoding="utf-8")
+        found = store.Run(tmp_path)
+        found.keep("matrix: c", record({"c.py::h": "3"}))
+        records = store.Run(tmp_path).records
+        assert records["matrix: c"]["made"]["key"] == {"c.py::h": "3"}
+        assert all(records[name] == run.records[name] for name in records if name != "matrix: c")
+        assert len(records) == 1 + sum('"task"' in line for line in whole[:cut].split("\n")[:-1])
 
 
 def test_the_newest_result_of_an_architecture_is_shown_and_a_refusal_hides_none():

@@ -87,7 +87,7 @@ class Machine:
 
 
 def of_page(folder: Any) -> tuple[str, store.Records]:
-    return (folder / "gpu.md").read_text(encoding="utf-8"), store.of_run(folder)
+    return (folder / "gpu.md").read_text(encoding="utf-8"), store.Run(folder).records
 
 
 STEPS = [*page.WHAT]

@@ -3,15 +3,16 @@
 import json
 from types import SimpleNamespace
 
+import aten_schemas
 import pytest
 import torch
 
-from compat_matrix.bench import operators, schemas
+from compat_matrix.bench import operators
 from compat_matrix.check.kernel_cases import documents, states, with_gradients
 from fa2patch.kernels import Options, asked_by, aten, protocol
 from fa2patch.kernels.aten import Efficient, TorchVarlen
 
-SCHEMAS = json.loads(schemas.SCHEMAS.read_text(encoding="utf-8"))
+SCHEMAS = json.loads(aten_schemas.SCHEMAS.read_text(encoding="utf-8"))
 VERSIONS = sorted({v for versions in SCHEMAS.values() for v in versions}, key=lambda v: [*map(int, v.split("."))])
 LENGTHS = (4, 6, 1)
 PLAIN = {"Tensor": torch.Tensor, "int": int, "SymInt": int, "float": float, "bool": bool}
@@ -132,17 +133,17 @@ def test_efficient_calls_what_the_version_has(in_version, version):
 
 
 def test_a_schema_stays_for_the_versions_that_are_not_read_again():
-    known = schemas.with_version({}, "2.9.1", ["aten::f(int a) -> int"])
-    known = schemas.with_version(known, "2.10.0", ["aten::f(int a) -> int"])
+    known = aten_schemas.with_version({}, "2.9.1", ["aten::f(int a) -> int"])
+    known = aten_schemas.with_version(known, "2.10.0", ["aten::f(int a) -> int"])
     assert known == {"aten::f(int a) -> int": ["2.9.1", "2.10.0"]}
-    changed = schemas.with_version(known, "2.10.0", ["aten::f(int a, int b) -> int"])
+    changed = aten_schemas.with_version(known, "2.10.0", ["aten::f(int a, int b) -> int"])
     assert changed == {"aten::f(int a) -> int": ["2.9.1"], "aten::f(int a, int b) -> int": ["2.10.0"]}
 
 
 def test_the_file_has_the_schemas_of_this_torch():
     minor = torch.__version__.split(".")[:2]
     known = [version for version in VERSIONS if version.split(".")[:2] == minor]
-    assert known, "run python -m compat_matrix.bench.schemas with this torch"
+    assert known, "run tests/helpers/aten_schemas.py with this torch"
     (version,) = known
     for name, schema in schemas_of(version).items():
         assert str(schema) == str(getattr(torch.ops.aten, name).default._schema)

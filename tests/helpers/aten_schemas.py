@@ -1,7 +1,7 @@
 """Writes the schemas of torch's attention operators into ``aten_schemas.json``, beside those of other versions.
 
-``python -m compat_matrix.bench.schemas`` does so for the torch that it runs with. ``tests/kernels/test_schemas.py``
-holds fa2patch's calls against that file.
+``python tests/helpers/aten_schemas.py``, with this repository on PYTHONPATH, does so for the torch that it runs with.
+``tests/kernels/test_schemas.py`` holds fa2patch's calls against that file.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from .operators import OPERATORS
+from compat_matrix.bench.operators import OPERATORS
 
 SCHEMAS = Path(__file__).with_name("aten_schemas.json")
 

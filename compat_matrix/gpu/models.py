@@ -12,6 +12,7 @@ from unittest import mock
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 import fa2patch
 from fa2patch import kernels
@@ -47,22 +48,29 @@ def big(architecture: str) -> dict[str, Any]:
 
 
 # Their code makes tensors as it does for users.
-LIBRARIES = ("torch", "transformers", "fa2patch", "peft", "accelerate", "trl")
+LIBRARIES = ("transformers", "fa2patch", "peft", "accelerate", "trl")
 
 
 class _MadeThere(TorchFunctionMode):
-    """What checks and tests make is on the device, with the numbers that a CPU draws."""
+    """What checks and tests make, or compute with what is there, is on the device. A CPU draws the numbers."""
 
     def __init__(self, device: str) -> None:
         super().__init__()
-        self.device = device
+        self.device = torch.device(device)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found, given = func(*args, **(kwargs or {})), kwargs or {}
-        if func not in _device_constructors() or given.get("device") is not None:
-            return found
-        caller = sys._getframe(1).f_globals.get("__name__", "")
-        return found if caller.startswith(LIBRARIES) else found.to(self.device)
+        frame: Any = sys._getframe(1)
+        while (caller := frame.f_globals.get("__name__", "")).startswith("torch"):
+            frame = frame.f_back
+        if caller.startswith(LIBRARIES):
+            return func(*args, **(kwargs or {}))
+        given = args, kwargs or {}
+        devices = {each.device.type for each in tree_leaves(given) if isinstance(each, torch.Tensor)}
+        if len(devices) > 1 and not func.__name__.endswith("_"):  # a tensor that is changed in place is no copy
+            given = tree_map_only(torch.Tensor, lambda each: each.to(self.device), given)
+        found = func(*given[0], **given[1])
+        made = func in _device_constructors() and given[1].get("device") is None
+        return found.to(self.device) if made else found
 
 
 @contextlib.contextmanager

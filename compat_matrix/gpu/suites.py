@@ -36,12 +36,21 @@ def suite(device: str, *arguments: str) -> dict[str, Any]:
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_protocol(item: Any, nextitem: Any) -> Iterator[None]:
-    # What a library or a collator made on the host is moved when it is called, or when a module is called with it.
-    device, call = os.environ.get(DEVICE, "cpu"), torch.nn.Module.__call__
+    # Fixtures count, too. What a library or a collator made on the host is moved when a model is called with it.
+    device, call, inside = os.environ.get(DEVICE, "cpu"), torch.nn.Module.__call__, False
 
     def called(module: Any, *args: Any, **kwargs: Any) -> Any:
-        given = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), (args, kwargs))
-        return call(module.to(device), *given[0], **given[1])
+        nonlocal inside
+        if inside:
+            return call(module, *args, **kwargs)
+        inside = True
+        try:
+            given = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), (args, kwargs))
+            if any(parameter.device != torch.device(device) for parameter in module.parameters()):
+                module.to(device)
+            return call(module, *given[0], **given[1])
+        finally:
+            inside = False
 
     with on(device), mock.patch.object(torch.nn.Module, "__call__", called):
         yield

@@ -167,6 +167,16 @@ def test_a_cell_of_the_program_is_right(gpu, family):
     assert "torch_varlen" in found["row"]["kernels"]
 
 
+def test_a_model_there_has_the_weights_that_it_has_on_a_cpu(gpu):
+    # so large that a leak shows: what is copied into a parameter must reach it
+    here = tiny_models.build("llama", "sdpa")
+    with models.on("cuda:0"):
+        there = tiny_models.build("llama", "sdpa")
+        mixed = torch.ones(3) + torch.ones(3, device="cpu")
+    assert all(torch.equal(one.held, other) for one, other in zip(there.parameters(), here.parameters()))
+    assert mixed.device.type == "cuda"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", tiny_models.architectures())
 def test_every_cell_of_the_program_is_right_or_refused(gpu, family):

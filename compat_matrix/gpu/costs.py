@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -205,3 +206,32 @@ def encoder(device: str, implementation: str) -> Found:
             fa2patch.apply(model, padded_batches=True)
         rivals[name] = partial(lambda of: of(**padded).loss.backward(), model)
     return {"row": {"padding": 1 - sum(map(len, docs)) / padded["labels"].numel(), **turns(rivals, device)}}
+
+
+def evaluation(device: str) -> Found:
+    """A whole evaluation by sentence-transformers, before and after its encoder is patched."""
+    try:
+        from sentence_transformers import SentenceTransformer, evaluation, models
+    except Exception as error:
+        return {"refused": {"sentence-transformers": f"{type(error).__name__}: {error}".splitlines()[0]}}
+    from tokenizers import Tokenizer, pre_tokenizers
+    from tokenizers import models as kinds
+    from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
+
+    words = Tokenizer(kinds.WordLevel({"[PAD]": 0, "[UNK]": 1} | {f"w{at}": at for at in range(2, 97)}, "[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    width, layers, count = (768, 12, 512) if device == "cuda" else (64, 2, 8)
+    sizes = {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": width // 64}
+    texts = [" ".join(f"w{token}" for token in doc) for doc in workloads.documents(TEXTS.draw(count), 97)]
+    with tempfile.TemporaryDirectory() as home:
+        PreTrainedTokenizerFast(tokenizer_object=words, pad_token="[PAD]").save_pretrained(home)
+        BertModel(BertConfig(vocab_size=97, intermediate_size=4 * width, **sizes)).save_pretrained(home)
+        model = SentenceTransformer(modules=[models.Transformer(home), models.Pooling(width)], device=device)
+    half = count // 2
+    judge = evaluation.EmbeddingSimilarityEvaluator(texts[:half], texts[half:], [at / half for at in range(half)])
+    row, scores = turns({"padded": lambda: judge(model)}, device, 3), [judge(model)]
+    fa2patch.apply(model)
+    row |= turns({"patched": lambda: judge(model)}, device, 3)
+    scores.append(judge(model))
+    apart = max(abs(scores[0][name] - scores[1][name]) for name in scores[0])
+    return {"row": {**row, "scores differ by": apart}, "wrong": {"scores": f"{apart:.1e}"} if apart > 1e-3 else {}}

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from .. import commits
 from ..cells import grouped
-from ..diffable import of_results, some, table
+from ..diffable import of_results, some
 from .store import Records
 
 WHAT = {
@@ -151,18 +151,3 @@ def goals(records: Records) -> list[Goal]:
         said += f"; a build or release refuses a part of {refused}" if refused else ""
         found.append(Goal(f"{step}: nothing is wrong", said if of else "", not wrong if of else None))
     return [*found, *_of_training(held.get("training", {}))]
-
-
-def throughput(records: Records) -> str:
-    """Return a table of packed training to padded, for README and docs."""
-    found: dict[str, dict[str, str]] = {}
-    for row in training(records):
-        if row["variant"].startswith("fa2patch:") and "to padded" in row["columns"]:
-            said = "{to padded:.2f} of {limit:.2f}".format(**row["columns"])
-            found.setdefault(row["setting"], {})[row["lengths"]] = said
-    if not found:
-        return "Nothing was measured on a GPU yet."
-    rows = [[setting, *(of.get(lengths, "") for lengths in RATIO)] for setting, of in found.items()]
-    devices = dict.fromkeys(record["made"]["device"] for name, record in records.items() if name.startswith("training"))
-    head = f"times the throughput of padded flash-attn, of the limit that padding sets ({', '.join(devices)})"
-    return table([head, *(f"lengths like {name.partition('-')[0]}'s" for name in RATIO)], rows)

@@ -67,6 +67,7 @@ def tasks(here: Machine, plans: dict[str, Snapshots]) -> Iterator[Task]:
         yield Task("rivals", f"prompt of {prompt}", "costs:shared", (prompt, "8"), 30, alone=True)
     for loaded in LOADED[: 1 + here.flash_attn]:
         yield Task("rivals", f"ModernBERT, {loaded}", "costs:encoder", (loaded,), 40, alone=True)
+    yield Task("rivals", "sentence-transformers", "costs:evaluation", (), 60, alone=True)
     yield from _tests(here)
     yield from _beyond(here, plans)
 
@@ -104,8 +105,6 @@ def _tests(here: Machine) -> Iterator[Task]:
     rest = " and ".join(f"not {kernel}" for kernel in here.kernels)
     yield Task("tests", "gpu, rest", "suites:suite", ("tests", *marked, "-k", rest), 120)
     there = ("-p", "compat_matrix.gpu.suites", "-k", "not compile")
-    evaluations = "tests/integrations/test_sentence_transformers.py"
-    yield Task("tests", "sentence-transformers", "suites:suite", (evaluations, *there), 120)
     for path in sorted((store.ROOT / "tests" / "never_silent").glob("test_*.py")):
         yield Task(
             "tests", f"never_silent, {path.stem}", "suites:suite", (f"tests/never_silent/{path.name}", *there), 60

@@ -84,19 +84,3 @@ def take(run: Path, folder: Path = RESULTS) -> int:
 def is_done(record: dict[str, Any] | None, sources: keys.Sources) -> bool:
     """Whether there is a result, and none of the code that it executed was changed since."""
     return record is not None and "key" in record["made"] and not sources.changed(record["made"]["key"])
-
-
-def of_architectures(records: Records) -> dict[str, tuple[str, str]]:
-    """By architecture: "ok", "fail" or "refused", and a sentence with the newest result, or the newest right one."""
-    found: dict[str, tuple[str, str]] = {}
-    cells = [(record["row"]["architecture"], record) for record in records.values()
-             if "architecture" in record.get("row", {})]  # fmt: skip
-    for architecture, record in sorted(cells, key=lambda cell: str(cell[1]["made"]["when"])):
-        state = "fail" if record["wrong"] else "refused" if record["refused"] else "ok"
-        if state == "refused" and architecture in found:
-            continue
-        made, kernels = record["made"], record["row"]["kernels"]
-        said = {"ok": f"Right with {kernels}", "fail": "Wrong", "refused": "Not computed"}[state]
-        on = f"{made['device']}, {made['when'][:10]}, Transformers {made['transformers']}"
-        found[architecture] = state, f"{said} on {on}."
-    return found

@@ -48,8 +48,8 @@ def made(root: Path) -> dict[Path, str]:
     require_commits(results)
     costs = {"reads": blocks.reads(), "overhead": blocks.overhead()}
     on_gpu = store.committed(folder / "gpu" / "results")
-    of_architectures = store.of_architectures(on_gpu)
-    costs["gpu"] = page.throughput(on_gpu)
+    of_architectures = matrix.on_gpus(on_gpu)
+    costs["gpu"] = blocks.throughput(on_gpu)
     in_readme = {"matrix": blocks.summary(results), "need": need.table(results), "integrations": stacks.integrations()}
     in_long_rows = {"engines": blocks.engines(), "costs": blocks.costs(), "parts": split_rows.rendered()}
     return {

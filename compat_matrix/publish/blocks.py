@@ -10,6 +10,8 @@ from .. import long_rows
 from ..bench import figures
 from ..cells import Results
 from ..diffable import table
+from ..gpu import page
+from ..gpu.store import Records
 from ..long_rows import DECODERS, Decoder
 from .words import FOLDER, PAGE, age, wrapped
 
@@ -66,6 +68,20 @@ def reads() -> str:
         "such arguments."
     )
     return f"{table([f'reads in a forward of {most}', *releases], rows)}\n\n{told}"
+
+
+def throughput(records: Records) -> str:
+    found: dict[str, dict[str, str]] = {}
+    for row in page.training(records):
+        if row["variant"].startswith("fa2patch:") and "to padded" in row["columns"]:
+            said = "{to padded:.2f} of {limit:.2f}".format(**row["columns"])
+            found.setdefault(row["setting"], {})[row["lengths"]] = said
+    if not found:
+        return "Nothing was measured on a GPU yet."
+    rows = [[setting, *(of.get(lengths, "") for lengths in page.RATIO)] for setting, of in found.items()]
+    devices = dict.fromkeys(record["made"]["device"] for name, record in records.items() if name.startswith("training"))
+    head = f"times the throughput of padded flash-attn, of the limit that padding sets ({', '.join(devices)})"
+    return table([head, *(f"lengths like {name.partition('-')[0]}'s" for name in page.RATIO)], rows)
 
 
 def overhead() -> str:

@@ -14,6 +14,7 @@ from markupsafe import Markup
 
 from ..cells import STATES, UPSTREAM_STATES, Cell, Checked, Environment, Results, Upstream, grouped
 from ..check.found import ON_TEXT, VOUCHED
+from ..gpu.store import Records
 from . import words
 from .need import SEEDS
 
@@ -32,7 +33,7 @@ _SCRIPTS = ("data.js", "stack.js", "address.js", "detail.js", "grid.js", "main.j
 _POINTS = Path(__file__).parents[1] / "check" / "points"
 
 
-# By architecture, what gpu.store.of_architectures says
+# By architecture: "ok", "fail" or "refused", and a sentence
 OnGpu = Mapping[str, tuple[str, str]]
 
 
@@ -58,6 +59,22 @@ def tables(results: Results, gpu: OnGpu) -> str:
             "What Transformers alone fails at": _points(results, lambda run: run.alone_fails),
         },
     )
+
+
+def on_gpus(records: Records) -> OnGpu:
+    """By architecture: "ok", "fail" or "refused", and a sentence with the newest result, or the newest right one."""
+    found: dict[str, tuple[str, str]] = {}
+    cells = [(record["row"]["architecture"], record) for record in records.values()
+             if "architecture" in record.get("row", {})]  # fmt: skip
+    for architecture, record in sorted(cells, key=lambda cell: str(cell[1]["made"]["when"])):
+        state = "fail" if record["wrong"] else "refused" if record["refused"] else "ok"
+        if state == "refused" and architecture in found:
+            continue
+        made, kernels = record["made"], record["row"]["kernels"]
+        said = {"ok": f"Right with {kernels}", "fail": "Wrong", "refused": "Not computed"}[state]
+        on = f"{made['device']}, {made['when'][:10]}, Transformers {made['transformers']}"
+        found[architecture] = state, f"{said} on {on}."
+    return found
 
 
 def split(band: Sequence[Environment], columns: int) -> list[Sequence[Environment]]:

@@ -11,15 +11,22 @@ function draw(map) {
   const corner = make("th", { class: "name", scope: "col" }, "model type");
   for (const each of environments) heads.push(make("th", { class: column(each), scope: "col", title: each.name }, make("span", {}, each.label)));
   const columns = environments.map(each => make("col", { class: column(each) }));
+  const onGpu = make("th", { class: "v band", scope: "col", title: "the newest result on a GPU" }, make("span", {}, "on a GPU"));
   for (const row of architectures.values()) {
     row.since = row.pairs.findIndex(Boolean);
     row.states = environments.map((_, number) => states(row.name, number));
     row.trouble = row.states.filter(state => state && state.here !== "ok").length;
     row.element = make("tr", {}, make("th", { class: "name", scope: "row", title: row.name }, row.name),
-      ...environments.map((each, number) => square(row, number)));
+      ...environments.map((each, number) => square(row, number)), gpuSquare(row.name));
   }
   map.append(make("table", { class: "map", "aria-label": "Model types by Transformers version" },
-    make("colgroup", {}, make("col", { class: "name" }), ...columns), make("thead", {}, make("tr", {}, corner, ...heads)), body));
+    make("colgroup", {}, make("col", { class: "name" }), ...columns, make("col", { class: "v band" })), make("thead", {}, make("tr", {}, corner, ...heads, onGpu)), body));
+}
+
+// When, on which card and with which kernel is told by the square's title, and by the panel of the architecture.
+function gpuSquare(name) {
+  const [state, said] = data.gpu[name] || ["absent", "not run on a GPU"];
+  return make("td", { class: classes("v band", state), title: said });
 }
 
 function square(row, number) {

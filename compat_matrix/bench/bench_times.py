@@ -20,7 +20,7 @@ from fa2patch.kernels import Options
 from fa2patch.kernels.reference import Reference
 
 from . import own_time, workloads
-from .workloads import DISTRIBUTIONS, FLAN, Batch, Distribution, documents, packed, padded, small_llama
+from .workloads import DISTRIBUTIONS, FLAN, TEXTS, Batch, documents, packed, padded, small_llama
 
 # from q, k and v [tokens, heads, dim] to an output of q's shape
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -206,15 +206,7 @@ def bench_sharing(rows: list[Any], turns: Any, quick: bool, prompt: int, complet
     """
     shown, size = f"{prompt:,}, {completions}", (1, 64) if quick else (4, 256)
     prompt = 16 if quick else prompt
-    lengths = [32 + round(at * 224 / (completions - 1)) for at in range(completions)]
-    asked, *answers = documents([prompt, *lengths])
-    sequences = [asked + answer for answer in answers]
-    row = packing.share(sequences, prompts=[prompt] * completions, least=1)
-    batches = {"shared": {**row.batch, "labels": row.labels}, "packed": packed(sequences, lengths=True)}
-    batches["padded"] = padded(sequences)
-    batches["padded"]["labels"][:, :prompt] = -100
-    for start in batches["packed"]["cu_seq_lens_q"].tolist()[:-1]:
-        batches["packed"]["labels"][0, start : start + prompt] = -100
+    batches = workloads.completions(prompt, completions)
     unpatched, patched = (small_llama(*size) for _ in range(2))
     fa2patch.apply(patched)
 
@@ -232,8 +224,6 @@ def bench_sharing(rows: list[Any], turns: Any, quick: bool, prompt: int, complet
 
 
 # --- embeddings -----------------------------------------------------------------------------------------------
-
-TEXTS = {each.name: each for each in (Distribution("sentences", 24, 0.6, 128), Distribution("passages", 140, 0.6, 500))}
 
 
 @pytest.mark.parametrize("training", [False, True], ids=["encode", "training step"])

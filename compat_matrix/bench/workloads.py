@@ -48,6 +48,9 @@ DISTRIBUTIONS = {
 }
 FLAN = DISTRIBUTIONS["FLAN-like"]
 
+# of texts that are embedded
+TEXTS = {each.name: each for each in (Distribution("sentences", 24, 0.6, 128), Distribution("passages", 140, 0.6, 500))}
+
 
 def cut(lengths: Sequence[int], tokens: int) -> list[int]:
     # The last length is cut to fit.
@@ -92,6 +95,21 @@ def padded(docs: Sequence[Sequence[int]]) -> Batch:
 def packed(docs: Sequence[Sequence[int]], lengths: bool = False) -> Batch:
     collate = fa2patch.DataCollatorWithFlattening(return_flash_attn_kwargs=lengths)
     return collate([{"input_ids": list(document)} for document in docs])
+
+
+def completions(prompt: int, count: int, vocabulary: int = 512) -> dict[str, Batch]:
+    # Completions of one prompt, with 32 to 256 tokens each, in a row that has the prompt once, packed, and padded. The
+    # prompt is not learned.
+    lengths = [32 + round(at * 224 / (count - 1)) for at in range(count)]
+    asked, *answers = documents([prompt, *lengths], vocabulary)
+    sequences = [asked + answer for answer in answers]
+    row = fa2patch.packing.share(sequences, prompts=[prompt] * count, least=1)
+    found = {"shared": {**row.batch, "labels": row.labels}, "packed": packed(sequences, lengths=True)}
+    found["padded"] = padded(sequences)
+    found["padded"]["labels"][:, :prompt] = -100
+    for start in found["packed"]["cu_seq_lens_q"].tolist()[:-1]:
+        found["packed"]["labels"][0, start : start + prompt] = -100
+    return found
 
 
 def boundaries_of(lengths: Sequence[int]) -> Boundaries:

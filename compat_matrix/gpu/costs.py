@@ -13,7 +13,7 @@ import torch
 from torch.profiler import ProfilerActivity
 
 import fa2patch
-from fa2patch import kernels, packing
+from fa2patch import kernels
 from fa2patch.documents import given_boundaries
 from fa2patch.kernels import Options
 
@@ -33,7 +33,7 @@ HYBRIDS = {
 # lengths of documents in rows of about a thousand tokens
 OF_HYBRIDS = {"1 to 256": (256, 1, 128, 30, 200, 90, 7, 60, 33, 150, 69), "16 x 64": (64,) * 16, "256 x 4": (4,) * 256}
 
-TEXTS = workloads.Distribution("passages", 140, 0.6, 500)
+PASSAGES = workloads.TEXTS["passages"]
 
 
 def turns(rivals: Mapping[str, Callable[[], Any]], device: str, rounds: int = 9) -> Found:
@@ -173,13 +173,7 @@ def _of_row(patched: Any, single: Any, lengths: tuple[int, ...], device: str) ->
 
 def shared(device: str, prompt: str, completions: str) -> Found:
     """Completions of one prompt: in a row that has it once, packed without sharing, and padded."""
-    count, own = int(completions), int(prompt) if device == "cuda" else 16
-    lengths = [32 + round(at * 224 / (count - 1)) for at in range(count)]
-    asked, *answers = workloads.documents([own, *lengths], 97)
-    sequences = [asked + answer for answer in answers]
-    row = packing.share(sequences, prompts=[own] * count, least=1)
-    batches = {"shared": {**row.batch, "labels": row.labels}, "packed": workloads.packed(sequences, lengths=True)}
-    batches["padded"] = workloads.padded(sequences)
+    batches = workloads.completions(int(prompt) if device == "cuda" else 16, int(completions), 97)
     models = {name: workloads.causal_lm("TinyLlama-1.1B", device) for name in ("patched", "padded")}
     fa2patch.apply(models["patched"])
 
@@ -196,7 +190,7 @@ def encoder(device: str, implementation: str) -> Found:
 
     masked_lm: Any = AutoModelForMaskedLM
     config = AutoConfig.for_model("modernbert", **({} if device == "cuda" else {"num_hidden_layers": 2}))
-    docs = workloads.documents(TEXTS.draw(64 if device == "cuda" else 4))
+    docs = workloads.documents(PASSAGES.draw(64 if device == "cuda" else 4))
     padded = {name: x.to(device) for name, x in workloads.padded(docs).items()}
     rivals = {}
     for name, loaded in (("patched", "sdpa"), (implementation, implementation)):
@@ -222,7 +216,7 @@ def evaluation(device: str) -> Found:
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     width, layers, count = (768, 12, 512) if device == "cuda" else (64, 2, 8)
     sizes = {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": width // 64}
-    texts = [" ".join(f"w{token}" for token in doc) for doc in workloads.documents(TEXTS.draw(count), 97)]
+    texts = [" ".join(f"w{token}" for token in doc) for doc in workloads.documents(PASSAGES.draw(count), 97)]
     with tempfile.TemporaryDirectory() as home:
         PreTrainedTokenizerFast(tokenizer_object=words, pad_token="[PAD]").save_pretrained(home)
         BertModel(BertConfig(vocab_size=97, intermediate_size=4 * width, **sizes)).save_pretrained(home)

@@ -22,21 +22,36 @@ class Gone(BaseException):
     pass
 
 
-class Machine:
-    """A pool of sixteen processes, as the program asks for, which is there for so many seconds."""
+class Process:
+    """A process of the pool, which computes a task in the seconds that an H200 took."""
+
+    def __init__(self, machine: Machine, kind: tuple[str, bool]) -> None:
+        self.machine, self.kind, self.start, self.until = machine, kind, START, 0.0
+
+    def compute(self, task: pool.Task, device: str) -> None:
+        self.machine.started.append(task.name)
+        self.until = self.machine.time + self.start + TAKES[task.step]
+        self.start = 0  # it is there now
+
+    def stop(self, why: str = "") -> None:
+        pass
+
+
+class Machine(pool.Pool):
+    """Sixteen processes on a machine that is there for so many seconds."""
 
     known = store.committed()
 
     def __init__(self, monkeypatch: Any, folder: Any, gone: float = float("inf")) -> None:
+        super().__init__(16, "cuda", {})
         self.folder, self.gone, self.time = folder, gone, 0.0
-        self.busy: dict[pool.Task, float] = {}  # when it is done
-        self.idle: list[str] = []  # the releases of processes that wait
         self.started: list[str] = []
         self.done: dict[str, float] = {}  # when
         self.key = keys.Sources(store.ROOT).key({"files": ["fa2patch/__init__.py"], "functions": []})
         here = program.Machine("cuda", "5.17.0", KERNELS, True, dict.fromkeys(OVERLAYS, folder))
         monkeypatch.setattr(program_main, "machine", lambda *unused: here)
         monkeypatch.setattr(pool, "Pool", lambda *unused: self)
+        monkeypatch.setattr(pool, "_Worker", lambda kind, *unused: Process(self, kind))
 
     def run(self, *more: str) -> int:
         # -1 stands for a machine that is gone
@@ -45,34 +60,20 @@ class Machine:
         except Gone:
             return -1
 
-    def now(self) -> float:
+    def now(self) -> float:  # type: ignore[override]
         return self.time
 
-    def is_free(self, task: pool.Task) -> bool:
-        alone = task.alone or any(other.alone for other in self.busy)
-        return len(self.busy) < (1 if alone else 16)
-
-    def start(self, task: pool.Task) -> None:
-        is_there = task.release in self.idle
-        if is_there:
-            self.idle.remove(task.release)
-        self.started.append(task.name)
-        self.busy[task] = self.time + TAKES[task.step] + START * (not is_there)
-
     def next(self, until: float) -> tuple[pool.Task, pool.Found] | None:
-        task = min(self.busy, key=lambda each: self.busy[each])
-        if min(self.busy[task], until) >= self.gone:
+        process: Any = min(self.busy, key=lambda each: each.until)
+        if min(process.until, until) >= self.gone:
             raise Gone
-        if self.busy[task] > until:
-            self.time = until
+        self.time = min(process.until, until)
+        if process.until > until:
             return None
-        self.time = self.busy.pop(task)
-        self.idle.append(task.release)
+        task = self.busy.pop(process)
+        self.idle.append(process)
         self.done[task.name] = self.time
         return task, self.found(task)
-
-    def close(self) -> None:
-        self.busy.clear()
 
     def found(self, task: pool.Task) -> pool.Found:
         made = {**self.known["kernels: flash_attn"]["made"], "key": self.key}

@@ -46,7 +46,9 @@ class Examination:
     batch: tuple[Model, Call, PackedMask, bool] | None = None
     largest: tuple[int, int] = (0, 0)  # the longest row and the largest number of documents of these batches
     proven: set[tuple[str, int]] = field(default_factory=set)  # DOCUMENTS or BRANCHES, with the model's mode
+    known: dict[Model, bool] = field(default_factory=dict)  # whether models inside the patched one hold nothing unknown
     batches: int = 0  # how many packed batches had to be proven
+    repeats: int = 0  # how many were proven again
     under_way: bool = False  # whether the model is run in order to examine it: such batches are not examined
     number: str = ""  # a compiled graph looks the patch up by it
 
@@ -138,9 +140,20 @@ def _renew_and_prove(patch: Examined, module: Model, call: Call, mask: PackedMas
     patch.computes_packed = True
     if examination.structure is not None and examination.structure.watches:
         examination.batch = module, call, mask, torch.is_grad_enabled()
-    if examination.must:
+    if examination.must and not _is_known(patch, module):
         with _lock:  # another thread's batch may be what is being proven
             _prove_if_due(patch, module, call, mask)
+
+
+def _is_known(patch: Examined, module: Model) -> bool:
+    # Padded batches, and calls of the base model by itself, are packed in that model only, so that code around it,
+    # such as a trainer's fused loss, sees no packed row.
+    examination = patch.examination
+    if module is patch.model or examination.prove is True:
+        return False
+    if module not in examination.known:
+        examination.known[module] = not unknown(ModelLayers(module))
+    return examination.known[module]
 
 
 def _prove_if_due(patch: Examined, module: Model, call: Call, mask: PackedMask) -> None:
@@ -199,15 +212,17 @@ def _prove(patch: Examined, due: set[tuple[str, int]], module: Model, call: Call
     held = looking.watched(patch.model)
     calls = any(hook.changes for hook in held)  # it may change something by what another one keeps
     itself = is_sharded(patch.model) or any(hook.feeds for hook in held)
+    examination = patch.examination
+    repeat = examination.repeats if due <= examination.proven else None
     try:
         try:
             with proof(), patch.examination.paused(itself):
-                proving.prove(module, call, mask, itself, calls)
+                proving.prove(module, call, mask, itself, calls, repeat)
         except Exception as error:
             if is_no_verdict(error) or not (held or isinstance(error, Unseen)):
                 raise
             with proof(), patch.examination.paused():  # it may read what a hook keeps, of the model, not of the replica
-                proving.prove(module, call, mask, itself=True, hooks=bool(held))
+                proving.prove(module, call, mask, itself=True, hooks=bool(held), repeat=repeat)
     except Unseen as error:
         raise PackingNotIsolated(str(error)) from None
     if held:
@@ -215,7 +230,8 @@ def _prove(patch: Examined, due: set[tuple[str, int]], module: Model, call: Call
 
         names = names_of(patch.model)
         looking.thread.read = lambda: State(patch.model.modules(), read_by=names)
-    patch.examination.proven |= due
+    examination.repeats += repeat is not None
+    examination.proven |= due
 
 
 def hook_changes(patch: Examined) -> None:
@@ -225,7 +241,7 @@ def hook_changes(patch: Examined) -> None:
     examination = patch.examination
     if examination.prove is False or not patch.active:
         return
-    examination.must, examination.proven = True, set()
+    examination.must, examination.proven, examination.known = True, set(), {}
     in_backward = torch._C._current_graph_task_id() != -1
     if examination.under_way or examination.batch is None or not (patch.computes_packed or in_backward):
         return

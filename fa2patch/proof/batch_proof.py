@@ -10,10 +10,11 @@ import contextlib
 import functools
 import math
 import random
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy
 import torch
+from torch.nn.functional import pad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .._torch import computed_in
@@ -28,6 +29,7 @@ from ..upstream.find_models import models
 from ..upstream.packed_mask import PackedMask
 from ..upstream.step import MARK, ROLE
 from .inputs import exchanges, slices_between
+from .known_base import Elsewhere, KnownBase
 from .runs import Rounded, Runs, largest_part, picks, rounding, roundings, with_leaf
 from .split_rows import WholeRows
 from .state import State
@@ -37,6 +39,8 @@ from .unknown import unknown
 class Unseen(Exception):
     """Other embeddings changed nothing, not even where they were exchanged, so that nothing is proven."""
 
+
+T = TypeVar("T")
 
 # Up to so many documents, each one is run alone. Of more, these are the first, the last, the shortest of two tokens or
 # more, and the longest.
@@ -52,9 +56,13 @@ class BatchProof(Runs):
         self.split = model if isinstance(model, WholeRows) else None
         self.within = model if self.split is None else self.split.model
         super().__init__(model, models(self.within)[-1], call, slices, mask.shape)
-        self.original, self.state, self.device = original, state, mask.device
-        self.leaf: torch.Tensor | None = None  # the embeddings of the last run, as the model was given them
+        self.original, self.state, self.mask, self.device = original, state, mask, mask.device
+        self.leaves: list[torch.Tensor] = []  # the embeddings of the last run, as the model was given them
+        self.base: KnownBase | None = None  # its outputs are exchanged in the place of embeddings
         self.real = torch.tensor(True) if mask.real is None else mask.real.to(self.device) != 0
+        # bool [batch, length]: whether the next token is of the same document
+        numbers = torch.arange(len(mask.boundaries)).repeat_interleave(torch.tensor([*mask.boundaries.lengths]))
+        self.goes_on = pad(numbers.view(mask.shape).diff() == 0, (0, 1))
         # The numbers of the segments in which the documents end that a head pools: those with real tokens.
         real = self.real.cpu().expand(self.shape)
         self.pooled = torch.tensor([leaf for leaf in self.tree.leaves if slices[leaf].of(real)[0]], dtype=torch.int64)
@@ -70,9 +78,9 @@ class BatchProof(Runs):
         rounds = hasattr(self.model, "hf_quantizer") or picks(runs, math.prod(self.shape))
         return rounding(self.dtype) if rounds else 0.0
 
-    def require_apart(self, gradients: bool) -> None:
+    def require_apart(self, gradients: bool, repeat: int | None) -> None:
         before, lengths = self.outputs(None), torch.tensor(self.tree.lengths)
-        for chosen in exchanges(self.tree):
+        for chosen in _in_turn(exchanges(self.tree), repeat):
             exchanged = torch.tensor(chosen).repeat_interleave(lengths).view(self.shape).to(self.device)
             after = self.outputs(exchanged)
             moved = distance(after, before, ~exchanged)
@@ -91,11 +99,11 @@ class BatchProof(Runs):
                     "cannot be seen. Call fa2patch.verify(model, batch=batch), then fa2patch.apply(model, prove=False)."
                 )
 
-    def require_as_alone(self) -> None:
+    def require_as_alone(self, repeat: int | None) -> None:
         # Other documents' tokens show nothing of code that reads the length of the row: a mean, or noise that is scaled
         # by it (NEFTune). Nothing is known of pictures, whose parts are not known, and if something draws random
         # numbers that cannot be made constant, as a kernel with dropout does.
-        leaves = [] if passed(self.call, MEDIA) else self._telling_leaves()
+        leaves = [] if passed(self.call, MEDIA) else _in_turn(self._telling_leaves()[::-1], repeat)
         if not leaves:
             return
         here, again = (self.outputs(None, seed, constant_draws=True) for seed in (0, 1))
@@ -119,7 +127,11 @@ class BatchProof(Runs):
         try:
             own = self.alone(leaf, call)
             alone = type(self)(self.model, self.original, own, self.mask_of(own), self.state)
+            if self.base is not None:
+                alone.base = self.base.alone(self.path(leaf), own["input_ids"], alone.mask)
             expected = alone.outputs(None, constant_draws=True)
+        except Elsewhere:
+            raise
         except Exception:  # code that cannot compute this document, or not without its labels
             return 0.0
         path = self.path(leaf)
@@ -166,8 +178,10 @@ class BatchProof(Runs):
         self.state.put_back()
         if isinstance(call.get("position_ids"), torch.Tensor):
             call = {**call, "position_ids": call["position_ids"].clone()}  # ERNIE-M adds to them in place
-        # before hooks, which may mix tokens
-        output, self.leaf = with_leaf(self.model, self.inner, call, exchanged, self.shape, before_hooks=True)
+        around = contextlib.nullcontext() if self.base is None else self.base.in_its_place(exchanged)
+        with around:  # before hooks, which may mix tokens
+            output, leaf = with_leaf(self.model, self.inner, call, exchanged, self.shape, before_hooks=True)
+        self.leaves = self.base.leaves if self.base is not None else [] if leaf is None else [leaf]
         return output if self.split is None else vars(output)
 
     def _whole(self, output: Any) -> Any:
@@ -178,11 +192,15 @@ class BatchProof(Runs):
         return [self.split.whole(value) for value in found if self.split.has_tokens(value)]
 
     def _of_tokens(self, output: Any) -> list[torch.Tensor]:
-        # What the output holds for each token, or for its document, ``[batch, length, numbers]``.
+        # What the output holds for each token, for each but the last (predictions of the next one), or for its
+        # document, ``[batch, length, numbers]``.
         found = []
         for value in filter(torch.Tensor.is_floating_point, tensors(output)):
             if value.shape[:2] == self.shape and not (self.pools and value.dim() == 2):
                 found.append(value.reshape(*self.shape, -1))
+            elif value.shape[:2] == (self.shape[0], self.shape[1] - 1) and self.word == "document":
+                each = pad(value.reshape(*value.shape[:2], -1), (0, 0, 0, 1))
+                found.append(torch.where(self.goes_on[..., None].to(value.device), each, 0.0))
             elif value.dim() and len(value) == len(self.pooled):
                 lengths = torch.tensor(self.tree.lengths, device=value.device)
                 flat = value.flatten(1)
@@ -191,18 +209,17 @@ class BatchProof(Runs):
         return found
 
     def crossing(self, outputs: list[torch.Tensor], exchanged: torch.Tensor) -> float:
-        # The largest gradient from the outputs of other tokens to exchanged embeddings, relative to the largest of all.
-        if self.leaf is None:
-            return 0.0  # the caller finds that nothing was exchanged either
-        (found,) = self.gradients_to(outputs, [self.leaf], ~exchanged)
-        return largest_part(found[:, : self.shape[1]], exchanged)
+        # The largest gradient from the outputs of other tokens to what was exchanged, relative to the largest of all.
+        # Without leaves, the caller finds that nothing was exchanged either.
+        found = self.gradients_to(outputs, self.leaves, ~exchanged) if self.leaves else []
+        return max((largest_part(each[:, : self.shape[1]], exchanged) for each in found), default=0.0)
 
     def suspect(self) -> str:
         known = unknown(ModelLayers(self.original)) or "nothing by its class"
         return f"{type(self.original).__name__} holds what fa2patch does not know, {known}"
 
     def leak(self, exchanged: torch.Tensor, how: str) -> str:
-        where = "in which module could not be seen"
+        self.base, where = None, "in which module could not be seen"
         unchanged = [at for at, place in enumerate(self.slices) if not exchanged[place.row, place.start]]
         for at in unchanged[:9]:
             found = self.first_leak(at, self.call, exchanged, self.bound, patched=True)
@@ -237,6 +254,11 @@ class _ConstantDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         given: list[float] = list(args[1:3]) if name in ("uniform_", "normal_") else []
         least, most = (*given, *(0.0, 1.0)[len(given) :])
         return output.fill_(least + 0.75 * (most - least))
+
+
+def _in_turn(all_of_them: list[T], repeat: int | None) -> list[T]:
+    # all in a first proof, and one of them in each repeat, another each time
+    return all_of_them if repeat is None or not all_of_them else [all_of_them[repeat % len(all_of_them)]]
 
 
 def _apart(found: list[torch.Tensor], expected: list[torch.Tensor]) -> torch.Tensor:

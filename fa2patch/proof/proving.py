@@ -16,6 +16,7 @@ from ..upstream.step import MARK, Patched
 from . import looking
 from .batch_proof import BatchProof
 from .inputs import example
+from .known_base import Elsewhere, KnownBase, has_known_base
 from .replica import open_gates, replica
 from .runs import left_as_it_was
 from .split_rows import WholeRows, whole_call
@@ -23,10 +24,13 @@ from .state import State
 from .unknown import unknown_modules
 
 
-def prove(model: Model, call: Call, mask: PackedMask, itself: bool = False, hooks: bool = False) -> None:
+def prove(
+    model: Model, call: Call, mask: PackedMask, itself: bool = False, hooks: bool = False, repeat: int | None = None
+) -> None:
     # For n documents this takes 4 + 2 log2(n) forwards, in training a backward for all but three of them, and up to
     # SHORT documents alone. ``call`` has labels, because a forward of other code may require them. ``hooks`` calls
-    # hooks that only look, because other code may read what they keep.
+    # hooks that only look, because other code may read what they keep. ``repeat`` counts the batches that were proven
+    # again: such a proof takes five forwards, one backward and one document alone, each time another comparison.
     gradients = torch.is_grad_enabled()
     with contextlib.ExitStack() as stack:
         stack.enter_context(looking.called(hooks))
@@ -42,8 +46,18 @@ def prove(model: Model, call: Call, mask: PackedMask, itself: bool = False, hook
         stack.callback(state.put_back)
         proof = _proof_of(model)(run, model, call, mask, state)
         stack.enter_context(without_gradients() if not gradients else autocast_uncached())
-        proof.require_apart(gradients)
-        proof.require_as_alone()
+        if run is not model and proof.split is None and not hooks and has_known_base(model):
+            proof.base = KnownBase(proof.inner, call.get("input_ids"), mask)
+        try:
+            _require(proof, gradients, repeat)
+        except Elsewhere:
+            proof.base = None
+            _require(proof, gradients, repeat)
+
+
+def _require(proof: BatchProof, gradients: bool, repeat: int | None) -> None:
+    proof.require_apart(gradients, repeat)
+    proof.require_as_alone(repeat)
 
 
 def _of_whole_rows(run: Any, model: Model, call: Call, mask: PackedMask) -> tuple[Any, Call, PackedMask]:

@@ -99,6 +99,10 @@ def _code(modules: dict[str, Any]) -> Iterator[tuple[str, Any]]:
             if attribute in _NO_FUNCTIONS or not callable(value) or isinstance(value, (_nn.Module, type)):
                 continue
             yield f"the attribute {attribute} of {name}", value
+        for attribute, value in held.items():  # LoRA's variants, which its layers call
+            for each in value.values() if type(value) is dict and attribute not in HOOKS else ():
+                if not isinstance(each, _nn.Module) and callable(getattr(each, "forward", None)):
+                    yield f"an entry of {attribute} of {name}", each.forward
     for what, everywhere in EVERYWHERE:
         yield from ((f"{what} of all modules", hook) for hook in _changing(everywhere))
     # Functions of Transformers' modeling code may have been replaced.

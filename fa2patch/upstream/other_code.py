@@ -29,10 +29,11 @@ from .inspecting import code_called, own_code, plain
 
 # Packages and modules whose code needs no proof. Accelerate's forwards and hooks move tensors between devices. Those of
 # DeepSpeed's engine and ZeRO measure time and gather weights, and under Ulysses no rank could prove them by itself.
-# DeepSpeed's layers, in other files, are not known.
+# DeepSpeed's layers, in other files, are not known. LoRA's layers add a product of each token with two matrices; what
+# PEFT lets them do instead (DoRA, activated LoRA) is in other files, and so are its layers around quantized ones.
 KNOWN = (
     "torch", "transformers", "fa2patch", "accelerate", "deepspeed.runtime.engine", "deepspeed.runtime.zero",
-    "deepspeed.utils",
+    "deepspeed.utils", "peft.tuners.lora.layer",
 )  # fmt: skip
 
 # packages whose attention functions split rows over processes, which engines.py looks for

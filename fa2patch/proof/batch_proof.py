@@ -196,9 +196,10 @@ class BatchProof(Runs):
         # document, ``[batch, length, numbers]``.
         found = []
         for value in filter(torch.Tensor.is_floating_point, tensors(output)):
-            if value.shape[:2] == self.shape and not (self.pools and value.dim() == 2):
+            of_tokens = not (self.pools and value.dim() == 2)
+            if of_tokens and value.shape[:2] == self.shape:
                 found.append(value.reshape(*self.shape, -1))
-            elif value.shape[:2] == (self.shape[0], self.shape[1] - 1) and self.word == "document":
+            elif of_tokens and value.shape[:2] == (self.shape[0], self.shape[1] - 1) and self.word == "document":
                 each = pad(value.reshape(*value.shape[:2], -1), (0, 0, 0, 1))
                 found.append(torch.where(self.goes_on[..., None].to(value.device), each, 0.0))
             elif value.dim() and len(value) == len(self.pooled):

@@ -15,7 +15,6 @@ import torch
 from torch.utils import _pytree as pytree
 
 from .._types import Model
-from ..upstream import attached
 from ..upstream.find_layers import ModelLayers
 from ..upstream.find_models import models, stacks_of
 from ..upstream.forward import recognise
@@ -34,8 +33,10 @@ class Elsewhere(Exception):
 
 
 def has_known_base(model: Model) -> bool:
+    if stacks_of(model) is not None or vars(model)[ROLE].pools:  # a base model is given the tokens that are pooled
+        return False
     base = models(model)[-1]
-    return base is not model and stacks_of(model) is None and not unknown(ModelLayers(base))
+    return base is not model and not unknown(ModelLayers(base))
 
 
 class KnownBase:
@@ -77,8 +78,6 @@ class KnownBase:
         call = self._calls.named(args, {**kwargs}) or {}
         given: Any = call.get("input_ids")
         if not isinstance(given, torch.Tensor) or call.get("inputs_embeds") is not None:
-            raise Elsewhere
-        if getattr(given, attached.POOLED, None) is not None:  # a head asks for the tokens that it pools
             raise Elsewhere
         step = Step(self.base, vars(self.base)[MARK], vars(self.base)[ROLE], self._calls, args, call)
         recognise(step)

@@ -60,6 +60,9 @@ class BatchProof(Runs):
         self.leaves: list[torch.Tensor] = []  # the embeddings of the last run, as the model was given them
         self.base: KnownBase | None = None  # its outputs are exchanged in the place of embeddings
         self.real = torch.tensor(True) if mask.real is None else mask.real.to(self.device) != 0
+        # Whether an output has a prediction of the next token, for each token but the last; None before the first run.
+        # A document alone has as many tokens as it has, which may be one more than the classes of a head.
+        self.predicts: bool | None = False if self.word == "segment" else None
         # bool [batch, length]: whether the next token is of the same document
         numbers = torch.arange(len(mask.boundaries)).repeat_interleave(torch.tensor([*mask.boundaries.lengths]))
         self.goes_on = pad(numbers.view(mask.shape).diff() == 0, (0, 1))
@@ -127,6 +130,7 @@ class BatchProof(Runs):
         try:
             own = self.alone(leaf, call)
             alone = type(self)(self.model, self.original, own, self.mask_of(own), self.state)
+            alone.predicts = self.predicts
             if self.base is not None:
                 alone.base = self.base.alone(self.path(leaf), own["input_ids"], alone.mask)
             expected = alone.outputs(None, constant_draws=True)
@@ -172,7 +176,9 @@ class BatchProof(Runs):
                 output = self.run(self.call, exchanged)
         finally:
             handle.remove()
-        return found if self.within is self.inner else [*found, *map(projected, self._of_tokens(output))]
+        found += [] if self.within is self.inner else map(projected, self._of_tokens(output))
+        self.predicts = bool(self.predicts)
+        return found
 
     def run(self, call: Call, exchanged: torch.Tensor | None = None) -> Any:
         self.state.put_back()
@@ -196,10 +202,10 @@ class BatchProof(Runs):
         # document, ``[batch, length, numbers]``.
         found = []
         for value in filter(torch.Tensor.is_floating_point, tensors(output)):
-            of_tokens = not (self.pools and value.dim() == 2)
-            if of_tokens and value.shape[:2] == self.shape:
+            if value.shape[:2] == self.shape and not (self.pools and value.dim() == 2):
                 found.append(value.reshape(*self.shape, -1))
-            elif of_tokens and value.shape[:2] == (self.shape[0], self.shape[1] - 1) and self.word == "document":
+            elif value.shape[:2] == (self.shape[0], self.shape[1] - 1) and self.predicts is not False:
+                self.predicts = True
                 each = pad(value.reshape(*value.shape[:2], -1), (0, 0, 0, 1))
                 found.append(torch.where(self.goes_on[..., None].to(value.device), each, 0.0))
             elif value.dim() and len(value) == len(self.pooled):

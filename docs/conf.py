@@ -40,6 +40,8 @@ html_title = f"fa2patch {release}"
 html_baseurl = "https://fa2patch.github.io/fa2patch/"
 html_copy_source = False
 html_show_sphinx = False
+html_static_path = ["_static"]
+html_css_files = ["narrow.css"]  # else a phone cuts the tables' code
 html_extra_path = ["../compat_matrix/matrix.html"]  # it links to the evidence in the repository
 html_theme_options = {
     "source_repository": "https://github.com/fa2patch/fa2patch/",

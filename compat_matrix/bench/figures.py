@@ -25,7 +25,7 @@ COMMAND = "python -m compat_matrix.bench.figures"
 # What is measured on a CPU, in the order of BENCH.md. Each has a result file and a function bench_...
 PARTS = [
     "calls", "startup", "overhead", "growth", "syncs", "kernels", "steps", "memory", "training", "sharing",
-    "embeddings", "pairs", "pair_counts", "packing", "dealing", "budget", "streams",
+    "embeddings", "pairs", "pair_counts", "packing", "dealing", "budget", "preferences", "streams",
 ]  # fmt: skip
 
 Result = dict[str, Any]

@@ -59,7 +59,9 @@ def check_policy(too_long: str, policies: Sequence[str] = ROWS, advice: str = ""
         raise PackingError(f"too_long: expected {' or '.join(map(repr, policies))}, found {too_long!r}.{advice}")
 
 
-def longer(lengths: Ints, max_tokens: int, too_long: str, policies: Sequence[str] = ROWS, first: int = 0) -> Ints:
+def longer(
+    lengths: Ints, max_tokens: int, too_long: str, policies: Sequence[str] = ROWS, first: int = 0, what: str = "example"
+) -> Ints:
     """Return the examples that are longer than the budget. ``first`` is the number of the first example in a stream."""
     check_policy(too_long, policies)
     found = np.flatnonzero(lengths > max_tokens)
@@ -67,16 +69,16 @@ def longer(lengths: Ints, max_tokens: int, too_long: str, policies: Sequence[str
         choices = " or ".join(repr(each) for each in policies if each != "error")
         alone = ", which gives each a pass of its own" if "alone" in policies else ""
         raise PackingError(
-            f"{len(found)} of {first + len(lengths)} examples are longer than max_tokens={max_tokens}: the first is "
-            f"example {first + found[0]} of {lengths[found[0]]} tokens. Raise max_tokens, or choose "
+            f"{len(found)} of {first + len(lengths)} {what}s are longer than max_tokens={max_tokens}: the first is "
+            f"{what} {first + found[0]} of {lengths[found[0]]} tokens. Raise max_tokens, or choose "
             f"too_long={choices}{alone}."
         )
     return found
 
 
-def capped(lengths: Ints, max_tokens: int, too_long: str) -> Ints:
+def capped(lengths: Ints, max_tokens: int, too_long: str, what: str = "example") -> Ints:
     """Return how much of a pass each example takes: one that is longer than the budget takes a pass of its own."""
-    longer(lengths, max_tokens, too_long, PASSES)
+    longer(lengths, max_tokens, too_long, PASSES, what=what)
     return np.minimum(lengths, max_tokens)
 
 

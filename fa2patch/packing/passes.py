@@ -170,7 +170,7 @@ def passes(
 
 def cut_into_passes(units: Units, max_tokens: int, too_long: str, every_rank: bool) -> Passes:
     with refusal_told(every_rank):
-        tokens = capped(units.tokens, check_budget(max_tokens), too_long)
+        tokens = capped(units.tokens, check_budget(max_tokens), too_long, units.what)
     found = _in_passes(units, tokens, max_tokens)
     number = agreed(len(found)) if every_rank else len(found)
     found = divided(found, tokens, number)

@@ -33,6 +33,7 @@ class Units:
     shapes: RowShape = PLAIN  # of what ``take`` makes
     most: int | None = None  # the most units of a pass; None for any number
     padded_tokens: int = 0  # of the batch with its padding
+    what: str = "example"  # what a unit is, for an error
 
 
 def as_units(batch: Any, shapes: RowShape) -> Units:
@@ -151,7 +152,8 @@ def _of_row(batch: Mapping[str, Any], ids: torch.Tensor, lengths: list[int], sha
         row.update(_lengths(batch, sizes[documents].tolist(), shapes, ids.device))
         return _with_media(batch, row, documents) if isinstance(batch, MediaRow) else row
 
-    return Units(sizes[kept], learned, take, shapes=shapes, most=shapes.max_documents, padded_tokens=ids.shape[1])
+    most, length = shapes.max_documents, ids.shape[1]
+    return Units(sizes[kept], learned, take, shapes=shapes, most=most, padded_tokens=length, what="document")
 
 
 def _place(name: str, value: Any, length: int, number: int) -> int | None:
@@ -226,7 +228,7 @@ def _of_rows(batch: Mapping[str, Any]) -> Units:
         at = torch.from_numpy(chosen)
         return _without_padding({name: _rows(value, rows, at) for name, value in batch.items()}, len(at))
 
-    return Units(tokens, learned, take, padded=True, padded_tokens=padded_tokens)
+    return Units(tokens, learned, take, padded=True, padded_tokens=padded_tokens, what="row")
 
 
 def _rows(value: Any, rows: int, at: torch.Tensor) -> Any:

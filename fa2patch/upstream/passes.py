@@ -162,7 +162,7 @@ def _cut(boundaries: Boundaries, budget: Budget, together: bool) -> list[Pass]:
     units = _units(boundaries, budget)
     sizes = np.array([sum(unit.lengths) for unit in units], np.int64)
     shapes = budget.shapes
-    of = Units(sizes, None, lambda chosen: None, shapes=shapes, most=shapes.max_documents)
+    of = Units(sizes, None, lambda chosen: None, shapes=shapes, most=shapes.max_documents, what="document")
     rows = cut_into_passes(of, budget.max_tokens, budget.too_long, every_rank=together).units
     smallest = [int(sizes.argmin())]  # for a pass that is there for other ranks: nothing reads what it computes
     return [_pass([units[at] for at in (row.tolist() or smallest)], boundaries, shapes) for row in rows]

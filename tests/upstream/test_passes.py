@@ -123,7 +123,7 @@ def test_a_document_longer_than_the_budget() -> None:
     expected = results(model, padded())
     fa2patch.apply(model, max_tokens=20)
     with pytest.raises(
-        PackingError, match=r"3 of 9 examples are longer than max_tokens=20: the first is example 0 of 31"
+        PackingError, match=r"3 of 9 documents are longer than max_tokens=20: the first is document 0 of 31"
     ):
         model(**padded(), use_cache=False)
     counts = counted(fa2patch.apply(model, max_tokens=20, too_long="alone"))

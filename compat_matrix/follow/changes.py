@@ -48,6 +48,16 @@ RULES = {
         "an argument that no forward had before is called like boundaries of documents",
         "If it says where documents begin, read it or refuse it. A packed row must never be computed without it.",
     ),
+    "derives": (
+        "a function of the library that finds documents in position ids has come, gone or changed",
+        "A patched model finds them itself. Read whether upstream still means the same by the ids, and whether batches "
+        "must state lengths now: documents/find.py, docs/symptoms.md and README's table say what upstream does alone.",
+    ),
+    "implementation": (
+        "a function is registered under a name that no release had: for attention, its masks or experts",
+        "A user may load a model with it. Read what it computes and which masks it gets, and let fa2patch recognise "
+        "the name: upstream/transformers_names.py.",
+    ),
     "gone": (
         "a name that fa2patch relies on is gone from the library, or from most of the modeling files that had it",
         "Find what took its place, and what fa2patch does where it looks the name up.",
@@ -125,6 +135,7 @@ def compared(before: Sources, after: Sources, seen: Seen, as_then: bool = False)
         reds.append(Red("keyword", name, f"in {listed(having)}"))
     for name in sorted(filter(_BOUNDARIES.search, new)):
         reds.append(Red("boundaries", name, f"in {listed(sorted(after.takers[name]))}"))
+    reds += _others(before, after)
     reds += _replacing(gained, lost, new, relied, {red.name for red in reds})
     reds += _gone(before, after, relied)
     accepted = {} if as_then else seen.accepted.get(after.release, {})
@@ -181,6 +192,15 @@ def _replacing(
         for old, count in gone.most_common(1):
             if 2 * count >= len(places):
                 yield Red("replaces", name, f"for `{old}`, in {listed(folders(places))}")
+
+
+def _others(before: Sources, after: Sources) -> Iterator[Red]:
+    for name in sorted(before.derives.keys() | after.derives.keys()):
+        had, has = before.derives.get(name), after.derives.get(name)
+        if had != has:
+            yield Red("derives", name, "is new" if had is None else "is gone" if has is None else "has another body")
+    for name in sorted(after.implementations - before.implementations) if before.implementations else ():
+        yield Red("implementation", name, "is registered")
 
 
 def _gone(before: Sources, after: Sources, relied: Mapping[str, str]) -> Iterator[Red]:

@@ -20,6 +20,11 @@ _READ = re.compile(
     r"^models/auto/\w+\.py$|^models/.*/modeling_\w+\.py$|^utils/generic\.py$|^((integrations|loss)/)?\w+\.py$"
 )
 
+# What a function does with position ids to find documents: it looks at neighbours, at zeros or at the smallest one.
+_COMPARES = re.compile(r"\bdiff\(|== 0\b|\.min\(|nonzero\(")
+# the attribute of a class that holds the library's attention functions, or the makers of their masks, by name
+_REGISTERED = "_global_mapping"
+
 
 @dataclass(frozen=True)
 class File:
@@ -31,6 +36,8 @@ class File:
     keywords: dict[str, tuple[str, ...]]  # the fields of each TypedDict
     functions: dict[str, tuple[str, ...]]  # the arguments of module-level functions
     defined: set[str]  # classes, functions and methods
+    derives: dict[str, str]  # the code of module-level functions that find documents in position ids
+    implementations: set[str]  # names under which attention functions or their masks are registered
     tables: dict[str, dict[str, str]]  # the auto classes' tables by name: a class's name by the model type
 
 
@@ -90,6 +97,15 @@ class Sources:
         return _places((name, path) for path in others for name in self.files[path].defined)
 
     @functools.cached_property
+    def derives(self) -> dict[str, str]:
+        others = self.files.keys() - self.modeling.keys()
+        return {name: code for path in sorted(others) for name, code in self.files[path].derives.items()}
+
+    @functools.cached_property
+    def implementations(self) -> frozenset[str]:
+        return frozenset().union(*(file.implementations for file in self.files.values()))
+
+    @functools.cached_property
     def homes(self) -> dict[str, str]:
         # Each class has the folder whose modeling file defines it.
         return {name: folder(path) for path, file in self.modeling.items() for name in file.defined}
@@ -134,7 +150,7 @@ def of_release(release: str, folder: Path) -> Path:
 def _parsed(text: str) -> File:
     # Most files of two releases have the same text.
     lines, tree = text.splitlines(), ast.parse(text)
-    found = File(text, {}, set(), {}, {}, set(), {})
+    found = File(text, {}, set(), {}, {}, set(), {}, set(), {})
     for node in tree.body:
         if isinstance(node, ast.ClassDef):
             found.defined.add(node.name)
@@ -142,6 +158,9 @@ def _parsed(text: str) -> File:
                 fields = (each.target for each in node.body if isinstance(each, ast.AnnAssign))
                 found.keywords[node.name] = tuple(each.id for each in fields if isinstance(each, ast.Name))
             for function in node.body:
+                if isinstance(function, ast.Assign) and getattr(function.targets[0], "id", "") == _REGISTERED:
+                    keys = getattr(function.value, "keys", [])
+                    found.implementations.update(str(key.value) for key in keys if isinstance(key, ast.Constant))
                 if isinstance(function, ast.FunctionDef):
                     found.defined.add(function.name)
                     if function.name == "forward":
@@ -151,6 +170,9 @@ def _parsed(text: str) -> File:
         elif isinstance(node, ast.FunctionDef):
             found.defined.add(node.name)
             found.functions[node.name] = tuple(_arguments(node))
+            code = _code(node)
+            if "position_ids" in found.functions[node.name] and _COMPARES.search(code):
+                found.derives[node.name] = code
         elif isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "").endswith("MAPPING_NAMES"):
             found.tables[ast.unparse(node.targets[0])] = dict(_rows(node.value))
     return found
@@ -159,6 +181,12 @@ def _parsed(text: str) -> File:
 def _arguments(function: ast.FunctionDef) -> dict[str, str]:
     taken = (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs)
     return {each.arg: ast.unparse(each.annotation) if each.annotation else "" for each in taken if each.arg != "self"}
+
+
+def _code(function: ast.FunctionDef) -> str:
+    # without its docstring and comments
+    body = function.body[1:] if ast.get_docstring(function) else function.body
+    return "\n".join(map(ast.unparse, body))
 
 
 def _from_kwargs(forward: ast.FunctionDef, lines: list[str]) -> dict[str, str]:

@@ -15,10 +15,18 @@ ROOT = Path(__file__).parents[2]
 FOLDERS = [f"model_{number}" for number in range(SPREAD + 2)]
 FORWARD = "hidden_states, attention_mask: Tensor | None = None, past_key_values: Cache | None = None"
 EVERY = dict.fromkeys(FOLDERS, FORWARD)
+LIBRARY = """class AttentionMaskConverter:
+    _global_mapping = {"sdpa": sdpa, # no more
+    }
+
+def find_documents(position_ids):
+    \"\"\"Its words do not count.\"\"\"
+    return torch.diff(position_ids) != 1
+"""
 KEYWORDS = "class TransformersKwargs(TypedDict, total=False):\n    seq_idx: int\n    {}: int\n"
 
 
-def made(folder, release, forwards=None, keywords="cu_seq_lens_q", library="class AttentionMaskConverter: ..."):
+def made(folder, release, forwards=None, keywords="cu_seq_lens_q", library=LIBRARY):
     """Write the sources of a Transformers whose models have one class with one forward each."""
     package = folder / release / "src" / "transformers"
     texts = {
@@ -76,13 +84,27 @@ def test_a_forward_is_read_with_its_annotations_and_what_it_takes_from_its_kwarg
             {("spreads", "cache"), ("gone", "past_key_values")},
         ),
         ({"forwards": EVERY, "keywords": "cu_seq_lens_q: int\n    row_ends"}, {("keyword", "row_ends")}),
-        ({"forwards": EVERY, "library": "class AnotherConverter: ..."}, {("gone", "AttentionMaskConverter")}),
+        ({"forwards": EVERY, "library": LIBRARY.replace("Attention", "Another")}, {("gone", "AttentionMaskConverter")}),
+        ({"forwards": EVERY, "library": LIBRARY.replace("!= 1", "!= 0")}, {("derives", "find_documents")}),
+        ({"forwards": EVERY, "library": LIBRARY.partition("def")[0]}, {("derives", "find_documents")}),
+        (
+            {"forwards": EVERY, "library": LIBRARY.replace("# no", "'torch_flash': flash, # no")},
+            {("implementation", "torch_flash")},
+        ),
         *(
             ({"forwards": {**EVERY, "brand_new": f"{FORWARD}, {name} = None"}}, {("boundaries", name)})
             for name in ("cu_seqlens", "document_ids", "packed_seq_lengths", "seq_lens")
         ),
     ],
-    ids=["renamed in all", "keyword of all", "function that fa2patch names", *["like boundaries"] * 4],
+    ids=[
+        "renamed in all",
+        "keyword of all",
+        "function that fa2patch names",
+        "derives otherwise",
+        "derives no more",
+        "new implementation",
+        *["like boundaries"] * 4,
+    ],
 )
 def test_what_is_red(before, tmp_path, change, expected):
     assert reds(before, made(tmp_path, "9.2.0", **change)) == expected

@@ -32,6 +32,8 @@ napoleon_numpy_docstring = False
 python_maximum_signature_line_length = 100
 
 myst_heading_anchors = 3
+smartquotes_action = "qe"  # two dashes are an option of a command
+
 copybutton_prompt_text = r"\$ "
 copybutton_prompt_is_regexp = True
 

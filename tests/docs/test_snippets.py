@@ -111,14 +111,14 @@ def packages(stack: Stack) -> dict[str, str]:
 
 def run_python(snippet: Snippet, names: dict[str, object]) -> None:
     # The code keeps its page's line numbers, so that a traceback points into the page. What a comment behind a
-    # ``print`` says must be printed.
+    # ``print``, or in the line below it, says must be printed.
     printed = io.StringIO()
     with warnings.catch_warnings(), contextlib.redirect_stdout(printed):
         warnings.simplefilter("error", UserWarning)
         warnings.filterwarnings("default", category=UserWarning, module=r"(?!__main__).*")
         exec(compile(snippet.setup, f"{snippet.page} (setup)", "exec"), names)
         exec(compile("\n" * (snippet.line - 1) + snippet.code, str(ROOT / snippet.page), "exec"), names)
-    for said in re.findall(r"^\s*print\(.*\)  # (.+)$", snippet.code, re.M):
+    for said in re.findall(r"^ *print\(.*\)(?:  |\n)# (.+)$", snippet.code, re.M):
         assert said in printed.getvalue().splitlines(), f"prints not {said!r} but:\n{printed.getvalue()}"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import graphlib
 import subprocess
 import sys
@@ -49,6 +50,15 @@ def test_importing_fa2patch_loads_only_what_apply_needs() -> None:
         "assert not hasattr(fa2patch, 'no_such_name')\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_nothing_is_imported_from_inside_of_torch_s_compiled_module() -> None:
+    # torch 2.1 to 2.4 has no modules there, only attributes.
+    for file in (ROOT / "fa2patch").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            names = [each.name for each in node.names] if isinstance(node, ast.Import) else []
+            names += [str(node.module)] if isinstance(node, ast.ImportFrom) else []
+            assert not any(name.startswith("torch._C") for name in names), file
 
 
 # What the import may cost after torch and Transformers, a little more than it does: 15,300 calls in Python 3.11.

@@ -92,8 +92,8 @@ def _shown(filled: Plan, ways: list[Batching], ranks: int) -> Shown:
         return
     yield (
         f"Packing leaves {1 - cut.cost:.0%} of the work away, with the same steps and the same loss; passes keep each "
-        f"forward at {cut.largest:,} tokens instead of {padded.largest:,}. A tiny model (2 layers of 64) gets no faster by "
-        "it: its steps take what starting their operators takes."
+        f"forward at {cut.largest:,} tokens instead of {padded.largest:,}. A tiny "
+        "model (2 layers of 64) gets no faster: its steps take what starting their operators takes."
     )
     yield f"Rows filled to the budget are another training: {escaped(filled)}"
 

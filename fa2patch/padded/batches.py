@@ -10,7 +10,7 @@ from typing import Any, Callable, NamedTuple
 import torch
 from numpy.typing import NDArray
 
-from .._torch import compiling
+from .._torch import compiling, constant, numbered
 from .._types import Args, Call
 from ..documents.names import LABELS, LENGTHS, MEDIA, TOKENS
 from ..errors import BadBatch, StaysPadded
@@ -75,7 +75,11 @@ class PaddedBatches:
         if len(args) > len(names):
             return forward(module, args, kwargs)
         if compiling():
-            if not _exceeds(module, {**dict(zip(names, args)), **kwargs}):
+            call = {**dict(zip(names, args)), **kwargs}
+            if not _exceeds(module, call):
+                patch = module.__dict__.get(MARK)
+                if patch is not None and call.get("attention_mask") is not None:
+                    _say_compiled(patch.number)
                 return forward(module, args, kwargs)
             from ..upstream.passes import outside_graphs  # a budget has imported it
 
@@ -153,6 +157,17 @@ def warn_once(warned: set[str], model: Any, why: str) -> None:
             StaysPadded,
             stacklevel=3,
         )
+
+
+@constant
+def _say_compiled(number: str) -> None:
+    patch: Patched = numbered(number)
+    why = (
+        "a graph of torch.compile cannot choose by a batch's mask. Leave torch.compile out, or collate packed rows "
+        "(fa2patch.DataCollatorWithFlattening), which compile"
+    )
+    warn_once({patch.tally.why}, patch.model, why)
+    patch.tally.why = why
 
 
 def _as_one_row(base: Any, call: Call, share: bool, head: head_calls.HeadCall | None) -> _OneRow:
@@ -305,7 +320,10 @@ def _require_no_first_token(base: Any, facts: Facts, call: Call) -> None:
     if facts.first_position and call.get("input_ids") is None:  # RoBERTa counts ids, if it has any
         by_column = True
     if by_column and call.get("position_ids") is None:
-        raise _AsItCame("it is padded on the left without position_ids, and its model counts padding then")
+        raise _AsItCame(
+            "it is padded on the left without position_ids, and its model counts padding then. Pad on the right, or "
+            "pass position_ids"
+        )
     if isinstance(getattr(base, "pooler", None), torch.nn.Module):
         raise _AsItCame("it is padded on the left, and its pooler reads each row's first token, which is padding")
 

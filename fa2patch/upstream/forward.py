@@ -600,7 +600,8 @@ def warn_unpacked(patch: Patched, seen: str) -> None:
         f"fa2patch.apply(model) is on, but {seen} where documents "
         "start (position_ids, cu_seq_lens_*, seq_idx). If examples were joined in these rows (TRL up to 0.19 does "
         "so: packing=True, and padding_free=True without flash attention), they attend to each other. Collate with "
-        "fa2patch.DataCollatorWithFlattening; fa2patch.verify(model, batch=batch) says what a batch holds.",
+        "fa2patch.DataCollatorWithFlattening; fa2patch.verify(model, batch=batch) says what a batch holds. If they are "
+        "padded batches, their padding is computed; fa2patch.apply(model, padded_batches=True) leaves it out.",
         NothingPacked,
         stacklevel=2,
     )

@@ -15,7 +15,6 @@ from typing import Any, Callable, NamedTuple
 
 import numpy as np
 import torch
-from torch._C._dynamo.eval_frame import set_eval_frame
 from torch.utils.checkpoint import checkpoint
 
 from .._torch import autocast_uncached
@@ -35,6 +34,8 @@ from .forward import prepare, thread
 from .packed_mask import PackedMask
 from .step import Step
 from .transformers_names import ENCODED, ENCODED_MASK
+
+set_eval_frame = torch._C._dynamo.eval_frame.set_eval_frame  # torch 2.1 to 2.4 has no module of this name to import
 
 
 @dataclass

@@ -97,7 +97,10 @@ class PaddedBatches:
             tally.batches += 1
             tally.cells += row.real.numel()
             tally.tokens += len(row.layout.at)
-        output, noise = forward(module, (), row.call), head is not None and head.noise_of is self
+        if head is None:
+            output, noise = forward(module, (), row.call), False
+        else:
+            output, noise = head.of_base(self, lambda: forward(module, (), row.call)), head.noise_of is self
         if _pools_rows(output, len(row.real)):
             self._pools = True
             return self.computed(forward, module, args, kwargs, names)

@@ -8,6 +8,7 @@ whether padding is read, so each kind of batch is tried.
 from __future__ import annotations
 
 import contextlib
+import copy
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from ..proof.replica import replica
 from ..proof.runs import left_as_it_was
 from ..upstream.calls import passed
 from ..upstream.find_models import is_sharded
+from ..upstream.forward import thread
 from ..upstream.labels import kept_logits
 from ..upstream.step import MARK, ROLE, covers
 
@@ -40,6 +42,24 @@ class HeadCall:
     # one that has computed its tokens packed in it, bool [batch, length]
     noise_of: object = None
     real: dict[object, torch.Tensor] = field(default_factory=dict)
+    # what base models returned in an earlier run of this trial, and the random state behind it; None keeps nothing
+    kept: dict[object, tuple[Any, list[torch.Tensor]]] | None = None
+
+    def of_base(self, packs: object, compute: Callable[[], Any]) -> Any:
+        """What a base model returns. Runs of a trial differ behind it only, so that it is computed once."""
+        if self.kept is None:
+            return compute()
+        devices = sorted({each.device.index or 0 for each in self.module.parameters() if each.is_cuda})
+        if packs not in self.kept:
+            output = compute()
+            self.kept[packs] = output, [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
+        else:
+            thread.times += 1  # a model around it asks whether its batch came through
+        output, (state, *of_devices) = self.kept[packs]
+        torch.set_rng_state(state)
+        for device, each in zip(devices, of_devices):
+            torch.cuda.set_rng_state(each, device)
+        return copy.copy(output)
 
     @property
     def call(self) -> Call:
@@ -119,7 +139,8 @@ def reads_padding(head: HeadCall, packs: object, device: torch.device, predicts:
 def _moves(model: Model, head: HeadCall, packs: object) -> bool | None:
     # The result is None if hidden states of padding do not come through the model. NaN instead of random numbers would
     # not do: a mask that is multiplied makes NaN of it, and 0 of a number.
-    zeros, noise = _run(model, head, packs), _run(model, head, packs, noise=True)
+    kept: dict[object, tuple[Any, list[torch.Tensor]]] = {}
+    zeros, noise = _run(model, head, packs, kept), _run(model, head, packs, kept, noise=True)
     if zeros is None or noise is None:
         return None
     moved = distance(noise, zeros)
@@ -129,13 +150,15 @@ def _moves(model: Model, head: HeadCall, packs: object) -> bool | None:
     return again is None or moved > 2 * distance(again, zeros)
 
 
-def _run(model: Model, head: HeadCall, packs: object, noise: bool = False) -> list[torch.Tensor] | None:
+def _run(
+    model: Model, head: HeadCall, packs: object, kept: Any = None, noise: bool = False
+) -> list[torch.Tensor] | None:
     # This returns the loss and the outputs of real tokens, or None if the base model did not compute the batch packed.
     torch.manual_seed(0)
     kwargs = dict(head.kwargs)
     if isinstance(kwargs.get("position_ids"), torch.Tensor):
         kwargs["position_ids"] = kwargs["position_ids"].clone()  # ERNIE-M adds to them in place
-    run = HeadCall(model, head.args, kwargs, head.names, in_trial=True, noise_of=packs if noise else None)
+    run = HeadCall(model, head.args, kwargs, head.names, in_trial=True, noise_of=packs if noise else None, kept=kept)
     with _computing(run):
         output = model.forward(*head.args, **kwargs)
     if packs not in run.real:

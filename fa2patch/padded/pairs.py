@@ -85,7 +85,7 @@ def as_packed(call: Call) -> Call | None:
         real = otherwise if real is None else real
         rows = next(iter(tokens.values()))
         real = torch.ones_like(rows[:, :, 0] if rows.dim() > 2 else rows) if real is None else real
-        if bool((real == 0).all(1).any()):
+        if not isinstance(real, torch.Tensor) or bool((real == 0).all(1).any()):
             return None
         found.update({name: value[real != 0][None] for name, value in tokens.items()})
         ids = (real != 0).cumsum(1)[real != 0][None] - 1

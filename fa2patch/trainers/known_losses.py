@@ -58,7 +58,7 @@ def why_unknown(trainer: Any, compute: Any, held: str, given: dict[str, Any]) ->
     # that fa2patch does not know.
     name = type(trainer).__name__
     if digest(compute) not in COMPUTE_LOSS:
-        return f"{name}.compute_loss is none that is known"
+        return f"{name}.compute_loss is not one that is known to be a sum (Trainer's own from Transformers 4.46 on is)"
     if _file(type(trainer).training_step) != _file(compute):
         return f"{name} has a training_step of its own"
     engine = getattr(trainer.accelerator, "deepspeed_engine_wrapped", None)

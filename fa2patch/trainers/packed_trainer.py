@@ -116,6 +116,11 @@ def packed_trainer(
             f"base: expected a class, such as trl.GRPOTrainer, found an object of class {type(base).__name__}. "
             "Make the trainer from what packed_trainer returns: packed_trainer(trl.GRPOTrainer)(model, ...)."
         )
+    if not isinstance(share_prompts, bool):
+        raise BadArgument(
+            f"share_prompts: expected True or False, found {share_prompts!r}. A budget is given by its name: "
+            "packed_trainer(trl.DPOTrainer, max_tokens=8192)."
+        )
     parent: Any = base
     budget = None if max_tokens is None else check_budget(max_tokens)
     shapes = RowShape(pad_to_multiple_of, max_documents, longest_document, budget)
@@ -147,7 +152,14 @@ def packed_trainer(
                 stacklevel=2,
             )
 
-    members = {"__init__": __init__, "__setattr__": __setattr__, "__doc__": packed_trainer.__doc__, PACKS: True}
+    # without a budget, the attribute is None
+    members = {
+        "token_budget": None,
+        "__init__": __init__,
+        "__setattr__": __setattr__,
+        "__doc__": packed_trainer.__doc__,
+        PACKS: True,
+    }
     return type(f"Packed{parent.__name__}", (parent,), members)
 
 

@@ -557,7 +557,8 @@ def _notice_overwritten(step: Step) -> None:
     # Something may have written an arange over the ids of a packed row. Two signs: its labels start several times, or
     # earlier batches came with lengths. Reading labels waits for the device, so it is done in a few rows only.
     patch, call, given = step.patch, step.call, [*passed(step.call, LABELS).values()]
-    if not patch.may_be_overwritten or patch.facts.padded or passed(call, LENGTHS) or caches.held(call):
+    stated = passed(call, LENGTHS) or is_for_queries(call.get(MASK))
+    if not patch.may_be_overwritten or patch.facts.padded or stated or caches.held(call):
         return
     (rows, _), _ = batch_shape(call)
     if rows > 1:

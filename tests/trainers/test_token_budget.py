@@ -201,7 +201,7 @@ def of_the_way(found: Any, base: Any) -> bool:
 def test_steps_of_a_loss_that_sees_the_whole_batch(reference: Any, kind: str, budget: int) -> None:
     found = trained(fa2patch.packed_trainer(Exact, max_tokens=budget), COLLATORS[kind])
     assert_same_steps(found, reference())
-    assert "PackedExact.compute_loss is none that is known" in found.token_budget.why_exact
+    assert "PackedExact.compute_loss is not one that is known" in found.token_budget.why_exact
     logs = [entry for entry in found.state.log_history if "passes_per_batch" in entry]
     assert len(logs) == STEPS and (max(entry["passes_per_batch"] for entry in logs) == 1) == (budget == 1000)
     assert all((entry["padding_avoided"] > 0.1) == (kind == "padded") for entry in logs)
@@ -213,7 +213,7 @@ def test_the_log_says_once_which_way_and_why(monkeypatch: pytest.MonkeyPatch) ->
     found = trained(fa2patch.packed_trainer(Exact, max_tokens=100))
     (said,) = told
     assert "PackedExact computes its batches in passes of at most 100 tokens, each of them twice" in said
-    assert "compute_loss is none that is known" in said
+    assert "compute_loss is not one that is known" in said
     assert "at most 100 tokens" in repr(found.token_budget)
 
 

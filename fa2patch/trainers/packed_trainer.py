@@ -121,7 +121,6 @@ def packed_trainer(
             f"share_prompts: expected True or False, found {share_prompts!r}. A budget is given by its name: "
             "packed_trainer(trl.DPOTrainer, max_tokens=8192)."
         )
-    parent: Any = base
     budget = None if max_tokens is None else check_budget(max_tokens)
     shapes = RowShape(pad_to_multiple_of, max_documents, longest_document, budget)
     if budget is None and shapes:
@@ -131,36 +130,47 @@ def packed_trainer(
             "fa2patch.DataCollatorWithFlattening."
         )
 
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        if max_tokens is not None:  # before a model becomes an attribute
-            vars(self)["token_budget"] = TokenBudget(max_tokens, too_long, shapes)
-        parent.__init__(self, *args, **kwargs)
-        if max_tokens is None:
-            _refuse_packed_rows(self, parent)
+    budget_given = None if budget is None else (budget, too_long, shapes)
+    members = {
+        "_packed_class": base,
+        "_packed_sharing": share_prompts,
+        "_packed_budget": budget_given,
+        "__doc__": packed_trainer.__doc__,
+    }
+    return type(f"Packed{base.__name__}", (_Packing, base), members)
+
+
+class _Packing:
+    # Its methods are found by their names. datasets hashes what a trainer maps its dataset with, and so the trainer's
+    # class: dill would follow each global name of functions that are made here, which takes minutes.
+    _packed_class: Any
+    _packed_sharing: bool
+    _packed_budget: tuple[int, str, RowShape] | None
+    token_budget: TokenBudget | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        if self._packed_budget is not None:  # before a model becomes an attribute
+            vars(self)["token_budget"] = TokenBudget(*self._packed_budget)
+        super().__init__(*args, **kwargs)
+        if self.token_budget is None:
+            _refuse_packed_rows(self, self._packed_class)
         else:
             self.token_budget.install(self)
 
-    def __setattr__(self: Any, name: str, value: object) -> None:
-        parent.__setattr__(self, name, value)
-        budget = vars(self).get("token_budget")
-        for where, error in pack_models({name: value}, share_prompts, budget).padded.items():
+    def __setattr__(self, name: str, value: object) -> None:
+        super().__setattr__(name, value)
+        for where, error in pack_models({name: value}, self._packed_sharing, self.token_budget).padded.items():
             if where == "model":
                 raise error
             warnings.warn(
-                f"{parent.__name__}.{where} stays as it was, and its batches are computed padded: {error.message}",
+                f"{self._packed_class.__name__}.{where} stays as it was, and its batches are computed padded: "
+                f"{error.message}",
                 StaysPadded,
                 stacklevel=2,
             )
 
-    # without a budget, the attribute is None
-    members = {
-        "token_budget": None,
-        "__init__": __init__,
-        "__setattr__": __setattr__,
-        "__doc__": packed_trainer.__doc__,
-        PACKS: True,
-    }
-    return type(f"Packed{parent.__name__}", (parent,), members)
+
+setattr(_Packing, PACKS, True)
 
 
 def _refuse_packed_rows(trainer: Any, parent: type[Any]) -> None:

@@ -560,3 +560,16 @@ def test_an_error_in_a_pass_leaves_the_trainer_as_it_was() -> None:
         trained(fa2patch.packed_trainer(Kept, max_tokens=70))
     accelerator = made[0].accelerator
     assert "backward" not in vars(accelerator) and accelerator.gradient_state.sync_gradients
+
+
+def test_the_methods_of_a_packed_trainer_are_found_by_their_names() -> None:
+    # datasets hashes the trainer with what it maps. Functions made in a function are pickled with all that they reach.
+    packed = fa2patch.packed_trainer(Trainer, max_tokens=64)
+    made = [value for value in vars(packed).values() if callable(value) and not isinstance(value, type)]
+    assert not made and packed.__init__.__qualname__ == "_Packing.__init__"
+    assert fa2patch.packed_trainer(Trainer).token_budget is None
+
+
+def test_a_budget_without_its_name_is_an_error() -> None:
+    with pytest.raises(BadArgument, match="share_prompts: expected True or False, found 512"):
+        fa2patch.packed_trainer(Trainer, 512)

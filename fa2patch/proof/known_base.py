@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator
 from typing import Any, Callable
 
 import torch
-from torch.utils import _pytree as pytree
 
 from .._types import Model
 from ..upstream.find_layers import ModelLayers
@@ -45,7 +44,7 @@ class KnownBase:
     def __init__(self, base: Any, ids: Any, mask: PackedMask, output: Any = None) -> None:
         # ``ids``: int64 ``[batch, length]``. Without ``output``, the first run computes the base model.
         self.base, self.ids, self.mask, self.output = base, ids, mask, output
-        self.leaves: list[torch.Tensor] = []  # [batch, length, numbers], of the last run, if gradients are enabled
+        self.leaves: list[torch.Tensor] = []  # [batch, length, numbers], what was given in the place of the last run
         self._calls, self._forward = calls_of(base), base.forward
 
     @contextlib.contextmanager
@@ -70,7 +69,7 @@ class KnownBase:
                 del held["forward"]
             else:
                 held["forward"] = before
-        if times != 1 or (torch.is_grad_enabled() and not self.leaves):
+        if times != 1 or not self.leaves:
             raise Elsewhere
 
     def _require_the_batch(self, args: Any, kwargs: Any) -> None:
@@ -89,27 +88,27 @@ class KnownBase:
     def _leaf(self, values: torch.Tensor, exchanged: torch.Tensor | None) -> torch.Tensor:
         if exchanged is not None:
             values = others(values, exchanged)
-        if not torch.is_grad_enabled():
-            return values
-        self.leaves.append(values.detach().requires_grad_())
+        self.leaves.append(values.detach().requires_grad_(torch.is_grad_enabled()))
         return self.leaves[-1] * 1  # a head may change hidden states in place
 
     def _changed(self, output: Any, change: Change) -> Any:
-        shape, made = tuple(self.ids.shape), {}
+        shape, made = tuple(self.ids.shape), dict[int, torch.Tensor]()
 
         def changed(value: Any) -> Any:
+            if type(value) in (tuple, list):
+                return type(value)(map(changed, value))
+            if isinstance(value, dict):
+                return type(value)(**{name: changed(each) for name, each in value.items()})
             if not isinstance(value, torch.Tensor) or not value.is_floating_point():
                 return value
             if id(value) not in made:  # the last of the hidden states stands there twice
                 if value.dim() > 2 and value.shape[:2] == shape:
-                    made[id(value)] = value, change(value)
+                    made[id(value)] = change(value)
                 elif value.dim() == 2 and len(value) == math.prod(shape):  # what a router says of tokens
-                    made[id(value)] = value, change(value.view(*shape, -1)).flatten(0, 1)
-                else:
-                    made[id(value)] = value, value
-            return made[id(value)][1]
+                    made[id(value)] = change(value.view(*shape, -1)).flatten(0, 1)
+            return made.get(id(value), value)
 
-        return pytree.tree_map(changed, output)
+        return changed(output)
 
     def alone(self, path: Iterable[RowSlice], ids: Any, mask: PackedMask) -> KnownBase:
         """The same of one document, which is given by the parts of rows that it consists of."""

@@ -14,7 +14,7 @@ from ..upstream.find_models import is_sharded
 from ..upstream.packed_mask import PackedMask
 from ..upstream.step import MARK, Patched
 from . import looking
-from .batch_proof import BatchProof
+from .batch_proof import BatchProof, Unseen
 from .inputs import example
 from .known_base import Elsewhere, KnownBase, has_known_base
 from .replica import open_gates, replica
@@ -50,7 +50,9 @@ def prove(
             proof.base = KnownBase(proof.inner, call.get("input_ids"), mask)
         try:
             _require(proof, gradients, repeat)
-        except Elsewhere:
+        except (Elsewhere, Unseen):
+            if proof.base is None:
+                raise
             proof.base = None
             _require(proof, gradients, repeat)
 

@@ -83,6 +83,7 @@ class BatchProof(Runs):
 
     def require_apart(self, gradients: bool, repeat: int | None) -> None:
         before, lengths = self.outputs(None), torch.tensor(self.tree.lengths)
+        seen = repeat is not None  # the first proof has seen them
         for chosen in _in_turn(exchanges(self.tree), repeat):
             exchanged = torch.tensor(chosen).repeat_interleave(lengths).view(self.shape).to(self.device)
             after = self.outputs(exchanged)
@@ -94,13 +95,15 @@ class BatchProof(Runs):
                     raise PackingNotIsolated(self.leak(exchanged, "changed"))
             if crossing > 0 and crossing > self.bound:
                 raise PackingNotIsolated(self.leak(exchanged, "sent them a gradient"))
-            shown = exchanged & self.real  # a padding's embedding may be zero, and no head pools padding
-            if shown.any() and not distance(after, before, shown) > 0:
-                raise Unseen(
-                    f"{type(self.original).__name__} must be proven to keep documents apart, and other embeddings in "
-                    "some documents changed nothing, not even there: it takes its embeddings from where they "
-                    "cannot be seen. Call fa2patch.verify(model, batch=batch), then fa2patch.apply(model, prove=False)."
-                )
+            # A padding's embedding may be zero, and no head pools padding. A trainer may call padding a document.
+            shown = exchanged & self.real
+            seen = seen or not shown.any() or distance(after, before, shown) > 0
+        if not seen:
+            raise Unseen(
+                f"{type(self.original).__name__} must be proven to keep documents apart, and other embeddings changed "
+                "nothing, not even in their own documents: it takes its embeddings from where they cannot be seen. "
+                "Call fa2patch.verify(model, batch=batch), then fa2patch.apply(model, prove=False)."
+            )
 
     def require_as_alone(self, repeat: int | None) -> None:
         # Other documents' tokens show nothing of code that reads the length of the row: a mean, or noise that is scaled

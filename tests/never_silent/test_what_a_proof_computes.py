@@ -200,3 +200,19 @@ def test_lora_s_own_layers_are_known(more, times):
     fa2patch.apply(model)
     model.train()(**pack(DOCS))
     assert (times(model) == 1) is (not more)
+
+
+@pytest.mark.parametrize("change", [around(nothing), lambda model: own_mlp(model)], ids=["around", "inside"])
+def test_a_document_of_padding_with_zero_embeddings_is_no_reason(change):
+    # axolotl pads its rows so. The fifth document is alone in one of the exchanged sets.
+    model = llama()
+    with torch.no_grad():
+        model.model.embed_tokens.weight[0] = 0
+    model = patched(model, change)
+    with torch.no_grad():
+        model(**pack([*documents(4, 3, 5, 3), torch.zeros(6, dtype=torch.int64)]))
+
+
+def own_mlp(model):
+    mlp = model.model.layers[0].mlp
+    mlp.forward = lambda hidden, own=mlp.forward: own(hidden)

@@ -82,7 +82,7 @@ def packed_mask_of(
         if batch.mask is not None:  # router losses weigh a token by its number in the mask
             call["attention_mask"] = (batch.mask != 0).to(batch.mask.dtype)
         ids = batch.position_ids
-        if ids is None or has_pictures(call) or first:
+        if ids is None or has_pictures(call):
             ids = call["position_ids"] = _position_ids(call, patch, batch, rows.shape, found, part)
         longest = rows.shape[1] if found.positions is None else found.positions  # the row's length is enough
         if facts.rope is not None:
@@ -183,10 +183,9 @@ def _position_ids(
             call.pop(name, None)
         on_axes = axes.of_pictures(patch.model, call, found, batch.mask)
         ids = ids if on_axes is None else on_axes
-    first = patch.facts.first_position
     if ids is not None:
-        return _from_first(ids, found, first, batch.mask) if first and part is None and ids.shape == shape else ids
-    counted = found.positions_of(shape).to(batch.device)
+        return ids
+    counted, first = found.positions_of(shape).to(batch.device), patch.facts.first_position
     tokens: torch.Tensor | None = call.get("input_ids")
     if part is not None:
         return part.own(counted) + first
@@ -198,16 +197,6 @@ def _position_ids(
     before = real.cumsum(0) - real
     starts = torch.arange(len(real), device=real.device) - counted.flatten()
     return (first - 1 + (before - before[starts] + 1) * real).view(counted.shape)
-
-
-def _from_first(ids: torch.Tensor, found: Boundaries, first: int, mask: torch.Tensor | None) -> torch.Tensor:
-    # Ids that a collator counts from 0 are counted from `first`, where RoBERTa and its kin begin: the first rows of
-    # their table are of padding, which has no place 0. Nothing is read from the device.
-    starts = found.cu_seqlens[:-1].to(ids.device, torch.int64).clamp(max=ids.numel() - 1)
-    at_zero = ids.flatten()[starts] == 0
-    if mask is not None:
-        at_zero = at_zero & (mask.flatten()[starts] != 0)
-    return ids + first * at_zero.any()
 
 
 def _refuse_what_cannot_be_packed(call: Call, batch: Batch, training: bool, captured: bool) -> None:

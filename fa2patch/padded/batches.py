@@ -100,7 +100,7 @@ class PaddedBatches:
         if head is None:
             output, noise = forward(module, (), row.call), False
         else:
-            output, noise = head.of_base(self, lambda: forward(module, (), row.call)), head.noise_of is self
+            output, noise = head.of_base(lambda: forward(module, (), row.call)), head.noise_of is self
         if _pools_rows(output, len(row.real)):
             self._pools = True
             return self.computed(forward, module, args, kwargs, names)

@@ -42,24 +42,20 @@ class HeadCall:
     # one that has computed its tokens packed in it, bool [batch, length]
     noise_of: object = None
     real: dict[object, torch.Tensor] = field(default_factory=dict)
-    # what base models returned in an earlier run of this trial, and the random state behind it; None keeps nothing
-    kept: dict[object, tuple[Any, list[torch.Tensor]]] | None = None
+    first: list[Any] = field(default_factory=list)  # what the first base model returned, in this run or one before it
+    computed: int = 0  # how many base models this run has computed
 
-    def of_base(self, packs: object, compute: Callable[[], Any]) -> Any:
-        """What a base model returns. Runs of a trial differ behind it only, so that it is computed once."""
-        if self.kept is None:
+    def of_base(self, compute: Callable[[], Any]) -> Any:
+        """What a base model returns. Runs of a trial differ behind their first one only, which is computed once."""
+        self.computed += 1
+        if not self.in_trial or self.computed > 1:
             return compute()
-        devices = sorted({each.device.index or 0 for each in self.module.parameters() if each.is_cuda})
-        if packs not in self.kept:
-            output = compute()
-            self.kept[packs] = output, [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
-        else:
+        if self.first:
             thread.times += 1  # a model around it asks whether its batch came through
-        output, (state, *of_devices) = self.kept[packs]
-        torch.set_rng_state(state)
-        for device, each in zip(devices, of_devices):
-            torch.cuda.set_rng_state(each, device)
-        return copy.copy(output)
+        else:
+            self.first.append(compute())
+        torch.manual_seed(0)  # what is behind it draws the same numbers in each run
+        return copy.copy(self.first[0])
 
     @property
     def call(self) -> Call:
@@ -139,26 +135,27 @@ def reads_padding(head: HeadCall, packs: object, device: torch.device, predicts:
 def _moves(model: Model, head: HeadCall, packs: object) -> bool | None:
     # The result is None if hidden states of padding do not come through the model. NaN instead of random numbers would
     # not do: a mask that is multiplied makes NaN of it, and 0 of a number.
-    kept: dict[object, tuple[Any, list[torch.Tensor]]] = {}
-    zeros, noise = _run(model, head, packs, kept), _run(model, head, packs, kept, noise=True)
+    first: list[Any] = []
+    zeros, noise = _run(model, head, packs, first), _run(model, head, packs, first, noise=True)
     if zeros is None or noise is None:
         return None
     moved = distance(noise, zeros)
     if not moved:
         return False
-    again = _run(model, head, packs)  # measures the noise of a nondeterministic kernel
+    again = _run(model, head, packs, [])  # measures the noise of a nondeterministic kernel
     return again is None or moved > 2 * distance(again, zeros)
 
 
 def _run(
-    model: Model, head: HeadCall, packs: object, kept: Any = None, noise: bool = False
+    model: Model, head: HeadCall, packs: object, first: list[Any], noise: bool = False
 ) -> list[torch.Tensor] | None:
     # This returns the loss and the outputs of real tokens, or None if the base model did not compute the batch packed.
     torch.manual_seed(0)
     kwargs = dict(head.kwargs)
     if isinstance(kwargs.get("position_ids"), torch.Tensor):
         kwargs["position_ids"] = kwargs["position_ids"].clone()  # ERNIE-M adds to them in place
-    run = HeadCall(model, head.args, kwargs, head.names, in_trial=True, noise_of=packs if noise else None, kept=kept)
+    noise_of = packs if noise else None
+    run = HeadCall(model, head.args, kwargs, head.names, in_trial=True, noise_of=noise_of, first=first)
     with _computing(run):
         output = model.forward(*head.args, **kwargs)
     if packs not in run.real:

@@ -10,6 +10,7 @@ from torch.nn.functional import cross_entropy, log_softmax, pad
 from transformers.modeling_outputs import CausalLMOutput
 
 import fa2patch
+from compat_matrix.check.compare import assert_close
 from compat_matrix.check.rows import documents, pack
 from fa2patch.errors import PackingNotIsolated
 
@@ -216,3 +217,31 @@ def test_a_document_of_padding_with_zero_embeddings_is_no_reason(change):
 def own_mlp(model):
     mlp = model.model.layers[0].mlp
     mlp.forward = lambda hidden, own=mlp.forward: own(hidden)
+
+
+def twice_padded(model):
+    # The second call has other tokens.
+    def forward(self, input_ids=None, attention_mask=None, labels=None, **kwargs):
+        given = {"attention_mask": attention_mask, "use_cache": False}
+        hidden = self.model(input_ids=input_ids, **given)[0] + self.model(input_ids=96 - input_ids, **given)[0]
+        logits = self.lm_head(hidden)
+        return CausalLMOutput(loss=cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()), logits=logits)
+
+    model.forward = types.MethodType(forward, model)
+
+
+def test_only_the_first_call_of_a_base_model_is_the_same_in_both_runs_of_a_trial(times, recwarn):
+    model, reference = patched(change=twice_padded, padded_batches=True), llama()
+    twice_padded(reference)
+    expected = reference(**padded()).loss
+    times(model)
+    assert_close(model(**padded()).loss, expected, "loss")
+    assert times(model) == 2 * (2 + 1) + 2  # each call is tried in two runs
+    assert not [each for each in recwarn if issubclass(each.category, fa2patch.errors.StaysPadded)]
+
+
+def test_a_compiled_padded_batch_says_that_it_stays_padded():
+    model = torch.compile(patched(padded_batches=True), backend="eager")
+    with pytest.warns(fa2patch.errors.StaysPadded, match="torch.compile cannot choose"):
+        model(**padded())
+    assert "torch.compile" in fa2patch.status(model).tally.why

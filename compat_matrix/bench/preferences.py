@@ -52,7 +52,7 @@ def main(layers: int, hidden: int, steps: int) -> None:
 
 
 def made(kind: Any, layers: int, hidden: int) -> Any:
-    # Prompts of 10 to 40 words and answers of 5 to 120, a word a token, eight pairs in a batch.
+    # Prompts of 5 to 40 words and answers of 5 to 120, a word a token, eight pairs in a batch.
     words = [f"w{number}" for number in range(1000)]
     table = {word: number for number, word in enumerate(["<pad>", "<eos>", *words])}
     inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(table, unk_token="<eos>"))

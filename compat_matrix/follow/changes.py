@@ -135,7 +135,7 @@ def compared(before: Sources, after: Sources, seen: Seen, as_then: bool = False)
         reds.append(Red("keyword", name, f"in {listed(having)}"))
     for name in sorted(filter(_BOUNDARIES.search, new)):
         reds.append(Red("boundaries", name, f"in {listed(sorted(after.takers[name]))}"))
-    reds += _others(before, after)
+    reds += _functions(before, after)
     reds += _replacing(gained, lost, new, relied, {red.name for red in reds})
     reds += _gone(before, after, relied)
     accepted = {} if as_then else seen.accepted.get(after.release, {})
@@ -194,7 +194,7 @@ def _replacing(
                 yield Red("replaces", name, f"for `{old}`, in {listed(folders(places))}")
 
 
-def _others(before: Sources, after: Sources) -> Iterator[Red]:
+def _functions(before: Sources, after: Sources) -> Iterator[Red]:
     for name in sorted(before.derives.keys() | after.derives.keys()):
         had, has = before.derives.get(name), after.derives.get(name)
         if had != has:

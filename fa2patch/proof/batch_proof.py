@@ -57,7 +57,8 @@ class BatchProof(Runs):
         self.within = model if self.split is None else self.split.model
         super().__init__(model, models(self.within)[-1], call, slices, mask.shape)
         self.original, self.state, self.mask, self.device = original, state, mask, mask.device
-        self.leaves: list[torch.Tensor] = []  # the embeddings of the last run, as the model was given them
+        # what was given in the last run, embeddings or the base model's outputs, and which tokens of it were exchanged
+        self.leaves: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         self.base: KnownBase | None = None  # its outputs are exchanged in the place of embeddings
         self.real = torch.tensor(True) if mask.real is None else mask.real.to(self.device) != 0
         # Whether an output has a prediction of the next token, for each token but the last; None before the first run.
@@ -190,7 +191,8 @@ class BatchProof(Runs):
         around = contextlib.nullcontext() if self.base is None else self.base.in_its_place(exchanged)
         with around:  # before hooks, which may mix tokens
             output, leaf = with_leaf(self.model, self.inner, call, exchanged, self.shape, before_hooks=True)
-        self.leaves = self.base.leaves if self.base is not None else [] if leaf is None else [leaf]
+        given = self.base.leaves if self.base is not None else [] if leaf is None else [leaf]
+        self.leaves = [(each, exchanged) for each in given]
         return output if self.split is None else vars(output)
 
     def _whole(self, output: Any) -> Any:
@@ -221,8 +223,9 @@ class BatchProof(Runs):
     def crossing(self, outputs: list[torch.Tensor], exchanged: torch.Tensor) -> float:
         # The largest gradient from the outputs of other tokens to what was exchanged, relative to the largest of all.
         # Without leaves, the caller finds that nothing was exchanged either.
-        found = self.gradients_to(outputs, self.leaves, ~exchanged) if self.leaves else []
-        return max((largest_part(each[:, : self.shape[1]], exchanged) for each in found), default=0.0)
+        found = self.gradients_to(outputs, [leaf for leaf, _ in self.leaves], ~exchanged) if self.leaves else []
+        parts = [(each, hidden) for each, (_, hidden) in zip(found, self.leaves) if hidden is not None]
+        return max((largest_part(each[:, : hidden.shape[1]], hidden) for each, hidden in parts), default=0.0)
 
     def suspect(self) -> str:
         known = unknown(ModelLayers(self.original)) or "nothing by its class"

@@ -21,7 +21,7 @@ from ..upstream.step import MARK
 from .batch_proof import BatchProof
 from .inputs import evenly, random_text, slices_between
 from .result import Document, Verification
-from .runs import largest_part, left_as_it_was, near, one_document, others
+from .runs import left_as_it_was, near, one_document, others
 from .state import State
 
 
@@ -34,11 +34,10 @@ class PairProof(BatchProof):
         self.encoder, self.inner = stacks[0], models(stacks[1])[-1]
         self.targets = mask.boundaries
         self.sources, _ = masks_of(original, call)  # None for sounds and pictures, one for each target
-        self.seen: list[tuple[torch.Tensor, torch.Tensor | None]] = []  # of the last run, and what was exchanged
 
     def run(self, call: Call, exchanged: torch.Tensor | None = None) -> Any:
         self.state.put_back()
-        self.seen = []
+        self.leaves = []
         chosen = None if exchanged is None else self._pairs(exchanged)
         of_sources, waiting = None, [_Awaited(self.inner, self.shape, self.targets, exchanged)]
         if self.sources is not None:
@@ -86,15 +85,8 @@ class PairProof(BatchProof):
         if not torch.is_grad_enabled():
             return states
         leaf = states.detach().requires_grad_()
-        self.seen.append((leaf, exchanged))
+        self.leaves.append((leaf, exchanged))
         return leaf * 1
-
-    def crossing(self, outputs: list[torch.Tensor], exchanged: torch.Tensor) -> float:
-        if not self.seen:
-            return 0.0
-        gradients = self.gradients_to(outputs, [leaf for leaf, _ in self.seen], ~exchanged)
-        parts = [(found, hidden) for found, (_, hidden) in zip(gradients, self.seen) if hidden is not None]
-        return max([largest_part(*each) for each in parts], default=0.0)
 
     def alone(self, at: int, call: Call) -> Call:
         own = {name: value for name, value in call.items() if not name.endswith((MASK, *SAYS))}

@@ -27,7 +27,7 @@ from .unknown import unknown_modules
 def prove(
     model: Model, call: Call, mask: PackedMask, itself: bool = False, hooks: bool = False, repeat: int | None = None
 ) -> None:
-    # For n documents this takes 4 + 2 log2(n) forwards, in training a backward for all but three of them, and up to
+    # For n documents this takes 5 + 2 log2(n) forwards, in training a backward for all but four of them, and up to
     # SHORT documents alone. ``call`` has labels, because a forward of other code may require them. ``hooks`` calls
     # hooks that only look, because other code may read what they keep. ``repeat`` counts the batches that were proven
     # again: such a proof takes five forwards, one backward and one document alone, each time another comparison.

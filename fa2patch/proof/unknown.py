@@ -99,8 +99,8 @@ def _code(modules: dict[str, Any]) -> Iterator[tuple[str, Any]]:
             if attribute in _NO_FUNCTIONS or not callable(value) or isinstance(value, (_nn.Module, type)):
                 continue
             yield f"the attribute {attribute} of {name}", value
-        for attribute, value in held.items():  # LoRA's variants, which its layers call
-            for each in value.values() if type(value) is dict and attribute not in HOOKS else ():
+        for attribute, value in held.items():  # what the module calls, such as LoRA's variants
+            for each in value.values() if type(value) is dict else ():
                 if not isinstance(each, _nn.Module) and callable(getattr(each, "forward", None)):
                     yield f"an entry of {attribute} of {name}", each.forward
     for what, everywhere in EVERYWHERE:

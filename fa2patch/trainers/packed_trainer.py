@@ -130,11 +130,11 @@ def packed_trainer(
             "fa2patch.DataCollatorWithFlattening."
         )
 
-    budget_given = None if budget is None else (budget, too_long, shapes)
     members = {
         "_packed_class": base,
         "_packed_sharing": share_prompts,
-        "_packed_budget": budget_given,
+        "_packed_budget": None if budget is None else (budget, too_long, shapes),
+        PACKS: True,
         "__doc__": packed_trainer.__doc__,
     }
     return type(f"Packed{base.__name__}", (_Packing, base), members)
@@ -168,9 +168,6 @@ class _Packing:
                 StaysPadded,
                 stacklevel=2,
             )
-
-
-setattr(_Packing, PACKS, True)
 
 
 def _refuse_packed_rows(trainer: Any, parent: type[Any]) -> None:

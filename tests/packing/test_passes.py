@@ -173,7 +173,7 @@ def test_padding_of_a_row_is_no_document() -> None:
 
 
 def test_a_document_longer_than_the_budget_is_an_error_or_alone() -> None:
-    with pytest.raises(PackingError, match=r"2 of 8 examples .* first is example 1 of 60 tokens"):
+    with pytest.raises(PackingError, match=r"2 of 8 documents .* first is document 1 of 60 tokens"):
         passes(packed(LENGTHS), 40)
     cut = passes(packed(LENGTHS), 40, too_long="alone")
     assert [units.tolist() for units, tokens in zip(cut.units, cut.tokens) if tokens > 40] == [[1], [6]]

@@ -147,6 +147,10 @@ class StaysPadded(_Documented, UserWarning):
     """Padded batches that should be computed packed are computed padded."""
 
 
+class OtherPositions(_Documented, UserWarning):
+    """The position ids of packed documents begin at 0, and the model counts from another number by itself."""
+
+
 class OverBudget(_Documented, UserWarning):
     """Batches with more tokens than ``max_tokens`` are computed at once, because they cannot be computed in passes."""
 

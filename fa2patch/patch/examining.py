@@ -19,7 +19,7 @@ from ..documents.names import LENGTHS
 from ..errors import Fa2PatchError, NothingProven, PackingNotIsolated
 from ..proof import looking
 from ..proof.unknown import Structure, mode_of, unknown
-from ..upstream import attached, heads
+from ..upstream import attached, heads, positions
 from ..upstream.find_layers import ModelLayers
 from ..upstream.find_models import is_sharded
 from ..upstream.forward import proof, thread
@@ -112,7 +112,10 @@ def examine(patch: Examined, module: Model, call: Call, mask: PackedMask) -> Non
             patch.stated = patch.stated or call.get(name) is not None
         if getattr(call.get("position_ids"), attached.PADDING, None) is None:
             heads.require_patched(patch)
-            patch.tally.rows = True
+            if not patch.tally.rows:
+                patch.tally.rows = True
+                ids = call.get("position_ids")
+                positions.warn_of_ids_from_zero(patch.model, patch.facts.first_position, ids, mask)
         reverted = patch.model.__dict__.get(MARK) is not patch
         if not (reverted or vars(module).get("_is_replica")):
             _renew_and_prove(patch, module, call, mask)

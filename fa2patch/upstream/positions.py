@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+import warnings
 from itertools import chain
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 
 from .._types import Function, Model
 from ..documents.names import TOKENS
-from ..errors import UnsupportedModel
+from ..errors import OtherPositions, UnsupportedModel
 from . import attached, inspecting
 from .calls import batch_shape, passed
 from .facts import Facts, Site, of_forward
@@ -94,6 +95,21 @@ def first_position(modules: dict[str, Any]) -> int:
         if padding is not None and counts:
             return int(padding) + 1
     return 0
+
+
+def warn_of_ids_from_zero(model: Model, first: int, ids: Any, mask: PackedMask) -> None:
+    # `ids` are the caller's, [batch, length]. This reads them, and is asked for a model's first packed batch only.
+    if not first or mask.part is not None or not isinstance(ids, torch.Tensor) or ids.shape != mask.shape:
+        return
+    starts = mask.boundaries.cu_seqlens[:-1].to(ids.device, torch.int64).clamp(max=ids.numel() - 1)
+    if bool((ids.flatten()[starts] == 0).all()):
+        warnings.warn(
+            f"the position_ids of every document begin at 0, and {type(model).__name__} counts from {first} where it "
+            "makes them itself, as in padded training. They are used as they are, so that its tokens have other "
+            f"positions than in its checkpoints. Collate with position_ids_start={first}, or pass lengths without ids.",
+            OtherPositions,
+            stacklevel=2,
+        )
 
 
 def _may_read_ids(decoder: Model) -> bool:

@@ -1,6 +1,7 @@
 """Encoders: attention in both directions inside documents, the loss of masked tokens, and pooled embeddings."""
 
 import inspect
+import warnings
 
 import pytest
 import torch
@@ -152,8 +153,14 @@ def test_roberta_counts_from_behind_its_padding_s_position():
         assert_close(model(**batch).logits[0], expected, "ids from 2")
         seq_idx = {name: batch[name] for name in ("input_ids", "seq_idx")}
         assert_close(model(**seq_idx).logits[0], expected, "no ids: counted from 2")
-        from_zero = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"] - 2).logits[0]
+    ids = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"] - 2}
+    with fa2patch.apply(model), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        from_zero = model(**ids).logits[0]
+        model(**ids)
         assert (from_zero - expected).abs().max() > 1e-2 * expected.abs().max()
+    (said,) = [str(one.message) for one in caught if one.category is errors.OtherPositions]
+    assert "counts from 2" in said and "position_ids_start=2" in said
     assert fa2patch.apply(tiny_models.build("bert:masked")).facts.first_position == 0
 
 

@@ -199,18 +199,20 @@ def with_leaf(
         handle.remove()
 
 
-def outputs(model: Model, call: Call) -> torch.Tensor:
-    return _per_token(model(**call), call)
+def outputs(model: Model, call: Call, documents: Sequence[RowSlice] = ()) -> torch.Tensor:
+    return _per_token(model(**call), call, documents)
 
 
-def _per_token(given: Any, call: Call) -> torch.Tensor:
+def _per_token(given: Any, call: Call, documents: Sequence[RowSlice]) -> torch.Tensor:
     found = getattr(given, "logits", None)
     if found is None:
         found = getattr(given, "last_hidden_state", None)
     if found is None and isinstance(given, (tuple, list)) and given:
         found = given[0]
     shape = tuple(call["input_ids"].shape)
-    if not isinstance(found, torch.Tensor) or tuple(found.shape[:2]) != shape:
+    if isinstance(found, torch.Tensor) and found.shape[:2] != shape:
+        found = _spread(found, shape, documents)
+    if not isinstance(found, torch.Tensor) or found.shape[:2] != shape:
         what = f"{list(found.shape)}" if isinstance(found, torch.Tensor) else type(given).__name__
         raise PackingNotIsolated(
             f"expected logits or hidden states {list(shape)} + [...] for every token, found {what}. Verify the causal "
@@ -219,9 +221,28 @@ def _per_token(given: Any, call: Call) -> torch.Tensor:
     return found
 
 
-def outputs_and_embeddings(model: Model, inner: Model, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+def _spread(pooled: torch.Tensor, shape: tuple[int, ...], documents: Sequence[RowSlice]) -> torch.Tensor:
+    # A head that pools returns one vector for each document, or for each row if it knows no documents. Every token
+    # gets its own one's.
+    own = torch.arange(shape[0], device=pooled.device)[:, None].repeat(1, shape[1])
+    if len(pooled) == len(documents):
+        for number, document in enumerate(documents):
+            document.of(own).fill_(number)
+    elif len(pooled) != shape[0]:
+        return pooled
+    elif documents:
+        raise PackingNotIsolated(
+            f"the model's head makes one vector of each row, {list(pooled.shape)}, and the batch holds "
+            f"{len(documents)} documents. Call fa2patch.apply(model), which pools each document, or says what to do."
+        )
+    return pooled[own]
+
+
+def outputs_and_embeddings(
+    model: Model, inner: Model, call: Call, documents: Sequence[RowSlice] = ()
+) -> tuple[torch.Tensor, torch.Tensor]:
     given, seen = with_leaf(model, inner, call)
-    found = _per_token(given, call)
+    found = _per_token(given, call, documents)
     if seen is not None:
         return found, seen
     if isinstance(model, WholeRows):

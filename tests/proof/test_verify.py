@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from two_layers import tiny_llama
 from unknown_modules import Around, behind_the_mlp, routed_mlps
 
@@ -230,6 +231,40 @@ def test_a_run_that_cannot_be_watched_gets_the_stricter_bound_unless_memory_is_s
     assert picks([lambda: fails(NotImplementedError("no rule for this mode"))], 4) is False
     with pytest.raises(torch.cuda.OutOfMemoryError):
         picks([lambda: fails(torch.cuda.OutOfMemoryError("CUDA out of memory"))], 4)
+
+
+def classifier():
+    config = tiny_llama().config
+    config.pad_token_id, config.num_labels = 0, 3
+    torch.manual_seed(0)
+    model = transformers.LlamaForSequenceClassification(config).eval()
+    tiny_models.scale_up(model)
+    return model
+
+
+@pytest.mark.parametrize("padding", [0, 3])
+def test_a_classifier_is_measured_by_its_one_vector_of_each_document(padding):
+    model = classifier()
+    lengths = (4, 6, 5)
+    ones = [torch.ones(sum(lengths)), torch.zeros(padding)]
+    batch = row(*lengths, *([padding] if padding else []), attention_mask=torch.cat(ones)[None].long())
+    with pytest.raises(errors.PackingNotIsolated, match=r"one vector of each row, \[1, 3\], and the batch holds 3"):
+        fa2patch.verify(model, batch=batch)
+    fa2patch.apply(model)
+    found = fa2patch.verify(model, batch=batch)
+    assert (
+        [document.moved for document in found.documents]
+        == [document.gradient for document in found.documents]
+        == [0] * 3
+    )
+
+    def mixing(module, args, kwargs, output):
+        output.logits = output.logits + output.logits.mean(0)
+        return output
+
+    model.register_forward_hook(mixing, with_kwargs=True)
+    found = fa2patch.verify(model, batch=batch, strict=False)
+    assert not found.ok and "the outputs of document 1 depend on document" in found.reason
 
 
 def test_labels_that_cross_are_masked_as_in_a_padded_run(patched):

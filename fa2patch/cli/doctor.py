@@ -202,7 +202,8 @@ def _shown(found: dict[str, Any]) -> Shown:
             f"right in so many of {known['measured']} architectures: {right}; in all of these {every}."
         )
         if known["leak"]:
-            yield f"Even one plain row leaks in: {', '.join(known['leak'])}."
+            number = len(known["leak"])
+            yield f"Even one plain row leaks in {number} of them: fa2patch doctor --json names them (known.leak)."
     elif found["defects"]:
         yield f"Defects known up to {found['evidence_ends']}; whether this release has them was not checked:"
     for defect in found["defects"]:

@@ -30,7 +30,7 @@ from ..upstream.packed_mask import PackedMask
 from ..upstream.step import MARK, ROLE
 from .inputs import exchanges, slices_between
 from .known_base import Elsewhere, KnownBase
-from .runs import Rounded, Runs, largest_part, picks, rounding, roundings, with_leaf
+from .runs import Rounded, Runs, eps, largest_part, picks, rounding, roundings, with_leaf
 from .split_rows import WholeRows
 from .state import State
 from .unknown import unknown
@@ -144,7 +144,8 @@ class BatchProof(Runs):
             return 0.0
         path = self.path(leaf)
         inside, off = ([torch.cat([place.of(values) for place in path])[None] for values in each] for each in rows)
-        far, rounding = _apart(expected, inside), roundings(self.dtype) * _apart(off, inside)
+        # at least one rounding of a number itself: a head, or few tokens, may show none
+        far, rounding = _apart(expected, inside), roundings(self.dtype) * _apart(off, inside).clamp(min=eps(self.dtype))
         # the mean, because a token that gets another expert by rounding is as far as can be, and few do
         return float(far.max()) if far.mean() > rounding.mean() or far.max() > 2 * rounding.max() else 0.0
 

@@ -89,6 +89,34 @@ def test_a_head_that_reads_the_length_of_the_row_is_refused():
         model(**pack(DOCS))
 
 
+def scaled_in_long_rows(more):
+    def replace(model):
+        def forward(self, input_ids=None, **kwargs):
+            hidden = self.model(input_ids=input_ids, **kwargs)[0]
+            return {"logits": hidden * (1 + more * (hidden.shape[1] > max(map(len, DOCS))))}
+
+        model.forward = types.MethodType(forward, model)
+
+    return replace
+
+
+def test_one_rounding_is_no_difference_where_nothing_shows_rounding():
+    # The runs with other rounding show none: the base model is not computed again, and this head has no product. TRL's
+    # fused loss was refused so, for a document of two tokens.
+    patched(change=scaled_in_long_rows(2**-23))(**pack(DOCS))
+    with refusal("length of the row", PackingNotIsolated):
+        patched(change=scaled_in_long_rows(2**-18))(**pack(DOCS))
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("size", [512, 4096, 16384])
+def test_long_sums_round_otherwise_in_a_row_of_another_length(size, seed):
+    # A kernel adds up in another order for few tokens. Such a head was refused on one processor, with 16,384 numbers.
+    draw = torch.Generator().manual_seed(seed)
+    up, down = (torch.randn(shape, generator=draw) for shape in ((32, size), (size, 32)))
+    patched(change=around(lambda hidden: torch.sin(hidden @ up) @ down / size**0.5))(**pack(DOCS))
+
+
 def embedding_mixed(model):
     def forward(self, input_ids=None, **kwargs):
         embedded = self.model.embed_tokens(input_ids)

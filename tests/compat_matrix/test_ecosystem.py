@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -184,6 +185,9 @@ def test_a_row_names_tests_and_a_page_that_exist(row):
     files = [Path(ROOT, word) for word in row.tests if word.startswith("tests/")]
     assert files and all("pytest.mark.slow" in file.read_text(encoding="utf-8") for file in files)
     assert (ROOT / "docs" / row.page).with_suffix(".md").exists()
+    names = [name for file in files for name in re.findall(r"^def (test_\w+)", file.read_text(encoding="utf-8"), re.M)]
+    words = " ".join(row.tests[row.tests.index("-k") + 1 :]).split(" or ") if "-k" in row.tests else []
+    assert all(any(word in name for name in names) for word in words), f"{words}: one of them names no test"
 
 
 @pytest.mark.parametrize(

@@ -213,6 +213,7 @@ def integrations() -> str:
                 f"{INTEGRATIONS.name}: expected the passed tests of {row.command}, found {run and run['outcomes']}. "
                 f"Run python -m compat_matrix.ecosystem {name}"
             )
-        numbers, passed = ", ".join(releases(row, run["stacks"])), f"{run['outcomes']['passed']} passed"
+        numbers = ", ".join(releases(row, run["stacks"]))
+        passed = f"{run['outcomes']['passed']} passed at `{run['commit'][:8]}`"
         lines.append([f"[{row.title}]({words.DOCS}/{row.page})", numbers, row.what, passed, f"`{row.chosen}`"])
     return diffable.table(["with", "releases", "what runs", "tests", "`python -m pytest -m slow`"], lines)

@@ -199,7 +199,8 @@ def test_a_row_names_tests_and_a_page_that_exist(row):
 )  # fmt: skip
 def test_a_row_whose_tests_did_not_all_pass_is_an_error(changes, tmp_path, monkeypatch):
     found, name = json.loads(INTEGRATIONS.read_text(encoding="utf-8")), next(iter(ROWS))
-    assert f"| {found[name]['outcomes']['passed']} passed |" in pages.integrations().splitlines()[2]
+    passed, commit = found[name]["outcomes"]["passed"], found[name]["commit"][:8]
+    assert f"| {passed} passed at `{commit}` |" in pages.integrations().splitlines()[2]
     found[name] = changes and {**found[name], **changes}
     monkeypatch.setattr(pages, "INTEGRATIONS", tmp_path / "tests.json")
     pages.INTEGRATIONS.write_text(json.dumps(found))

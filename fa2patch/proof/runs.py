@@ -212,11 +212,12 @@ def with_leaf(
         handle.remove()
 
 
-def outputs(model: Model, call: Call, documents: Sequence[RowSlice] = ()) -> torch.Tensor:
-    return _per_token(model(**call), call, documents)
+def outputs(model: Model, call: Call) -> torch.Tensor:
+    return _per_token(model(**call), call)
 
 
-def _per_token(given: Any, call: Call, documents: Sequence[RowSlice]) -> torch.Tensor:
+def _per_token(given: Any, call: Call, slices: Sequence[RowSlice] = ()) -> torch.Tensor:
+    # ``slices`` are those of a batch; without them, each row is one document.
     found = getattr(given, "logits", None)
     if found is None:
         found = getattr(given, "last_hidden_state", None)
@@ -224,7 +225,7 @@ def _per_token(given: Any, call: Call, documents: Sequence[RowSlice]) -> torch.T
         found = given[0]
     shape = tuple(call["input_ids"].shape)
     if isinstance(found, torch.Tensor) and found.shape[:2] != shape:
-        found = _spread(found, shape, documents)
+        found = _spread(found, shape, [place for place in slices if place.real])
     if not isinstance(found, torch.Tensor) or found.shape[:2] != shape:
         what = f"{list(found.shape)}" if isinstance(found, torch.Tensor) else type(given).__name__
         raise PackingNotIsolated(
@@ -234,9 +235,9 @@ def _per_token(given: Any, call: Call, documents: Sequence[RowSlice]) -> torch.T
     return found
 
 
-def _spread(pooled: torch.Tensor, shape: tuple[int, ...], documents: Sequence[RowSlice]) -> torch.Tensor:
+def _spread(pooled: torch.Tensor, shape: tuple[int, ...], documents: list[RowSlice]) -> torch.Tensor:
     # A head that pools returns one vector for each document, or for each row if it knows no documents. Every token
-    # gets its own one's.
+    # gets the vector of its document.
     own = torch.arange(shape[0], device=pooled.device)[:, None].repeat(1, shape[1])
     if len(pooled) == len(documents):
         for number, document in enumerate(documents):
@@ -252,10 +253,10 @@ def _spread(pooled: torch.Tensor, shape: tuple[int, ...], documents: Sequence[Ro
 
 
 def outputs_and_embeddings(
-    model: Model, inner: Model, call: Call, documents: Sequence[RowSlice] = ()
+    model: Model, inner: Model, call: Call, slices: Sequence[RowSlice] = ()
 ) -> tuple[torch.Tensor, torch.Tensor]:
     given, seen = with_leaf(model, inner, call)
-    found = _per_token(given, call, documents)
+    found = _per_token(given, call, slices)
     if seen is not None:
         return found, seen
     if isinstance(model, WholeRows):

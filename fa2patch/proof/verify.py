@@ -154,7 +154,6 @@ class Measurements(Runs):
             call["use_cache"] = False  # as in training: RWKV's cache overwrites what its backward needs
         super().__init__(model, inner, call, slices, batch["input_ids"].shape)
         self.patched, self.labels = patched, batch.get("labels")
-        self.documents = [place for place in slices if place.real]
         self.generator = torch.Generator().manual_seed(0)
         self.vocabulary = text_tokens(inner)
         self.media = batch if isinstance(batch, MediaRow) else MediaRow({})
@@ -177,7 +176,7 @@ class Measurements(Runs):
         real = [real[one] for one in evenly(len(real), most)]
         for at in real + [at for at, place in enumerate(self.slices) if not place.real]:
             place = self.slices[at]
-            output, leaf = outputs_and_embeddings(self.model, self.inner, self.with_other_tokens(at), self.documents)
+            output, leaf = outputs_and_embeddings(self.model, self.inner, self.with_other_tokens(at), self.slices)
             (gradient,), after = self.gradients_to([place.of(output)], [leaf]), output.detach()
             del output  # and its graph
             if place.real:
@@ -232,7 +231,7 @@ class Measurements(Runs):
         try:
             # with gradients, as when tokens are exchanged, because a call without them may get another kernel
             with dtypes_saved() as dtypes:
-                found = outputs_and_embeddings(self.model, self.inner, self.call, self.documents)[0].detach()
+                found = outputs_and_embeddings(self.model, self.inner, self.call, self.slices)[0].detach()
             # Labels are tried, too, because their loss is compared later.
             if self.labels is not None:
                 with torch.no_grad():
@@ -290,9 +289,7 @@ class Measurements(Runs):
         if not any(0 < change <= rounding(self.dtype) for change in changes) and not is_sharded(self.inner):
             return 0.0
         longest = max(range(len(self.slices)), key=lambda at: self.slices[at].length)
-        runs = (
-            partial(outputs, self.model, call, self.documents) for call in (self.call, self.with_other_tokens(longest))
-        )
+        runs = (partial(self.run, call) for call in (self.call, self.with_other_tokens(longest)))
         return rounding(self.dtype) if picks(runs, math.prod(self.shape)) else 0.0
 
     def distance_bound(self) -> float:

@@ -252,11 +252,7 @@ def test_a_classifier_is_measured_by_its_one_vector_of_each_document(padding):
         fa2patch.verify(model, batch=batch)
     fa2patch.apply(model)
     found = fa2patch.verify(model, batch=batch)
-    assert (
-        [document.moved for document in found.documents]
-        == [document.gradient for document in found.documents]
-        == [0] * 3
-    )
+    assert [(document.moved, document.gradient) for document in found.documents] == [(0, 0)] * 3
 
     def mixing(module, args, kwargs, output):
         output.logits = output.logits + output.logits.mean(0)
